@@ -1,0 +1,86 @@
+"""What a task is. One file in this folder a task; `load_task` finds it by its name.
+
+No torch in this folder: a task is text and plain Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grpo.errors import UserError
+
+RewardFunction = Callable[[str, "Example"], float | None]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem.
+
+    messages: the prompt as a chat, [{"role": "user", "content": ...}, ...].
+    target: the completion that supervised fine-tuning imitates, without a stop token; "" if none.
+    answer: whatever the task's rewards compare with.
+    level: the row of the evaluation table that this example belongs to; "" for no such split.
+    """
+
+    messages: list[dict[str, str]]
+    target: str
+    answer: Any
+    level: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: examples, rewards and a judge.
+
+    train, sft, evaluation: the GRPO prompts, the cold start's examples, the held-out examples.
+    reward_functions: by name, (completion_text, example) -> a finite number, or None where the
+        reward does not apply. completion_text never holds the stop token.
+    reward_weights: by name; a name that is absent weighs 1.
+    is_correct: the judge of the evaluation, whatever the rewards say.
+    failure_reason: why an incorrect completion failed, as a few words that a table can count.
+    alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
+    new_tokens: what --add-tokens adds to a pretrained tokenizer.
+    """
+
+    name: str
+    train: Sequence[Example]
+    evaluation: Sequence[Example]
+    reward_functions: Mapping[str, RewardFunction]
+    is_correct: Callable[[str, Example], bool]
+    sft: Sequence[Example] = ()
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    failure_reason: Callable[[str, Example], str] = lambda text, example: "wrong"
+    alarms: Callable[[Sequence[tuple[str, Example]]], list[str]] = lambda batch: []
+    new_tokens: Sequence[str] = ()
+
+
+def task_names() -> list[str]:
+    """Every module in this folder that has a `load` function is a task."""
+    names = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    return sorted(n for n in names if hasattr(importlib.import_module(f"data.{n}"), "load"))
+
+
+def task_module(name: str) -> ModuleType:
+    """The module data/<name>.py; raises UserError with the nearest name if there is none.
+
+    A task module has
+        Options: a dataclass whose fields are the task's own flags (see grpo.config.option),
+        DEFAULTS: {preset: {setting: value}}, the training settings that suit the task,
+        load(options, seed, from_scratch) -> Task,
+    and, if a model can be made from scratch for it,
+        scratch_tokens(options) -> list[str], the vocabulary of that model's tokenizer.
+    """
+    names = task_names()
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(names)}"
+        raise UserError(f"--task: no task is called '{name}'; {hint}")
+    return importlib.import_module(f"data.{name}")

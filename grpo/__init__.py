@@ -1,0 +1,1 @@
+"""GRPO by hand: open grpo/loop.py first."""
