@@ -48,6 +48,8 @@ class Task:
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
     new_tokens: what --add-tokens adds to a pretrained tokenizer.
+    draw: writes a picture of evaluated answers, (path, answers); None for no picture. An answer
+        has .example, .text, .correct and .reason.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Task:
     failure_reason: Callable[[str, Example], str] = lambda text, example: "wrong"
     alarms: Callable[[Sequence[tuple[str, Example]]], list[str]] = lambda batch: []
     new_tokens: Sequence[str] = ()
+    draw: Callable[[Path, Sequence[Any]], None] | None = None
 
 
 def task_names() -> list[str]:

@@ -1,0 +1,150 @@
+"""Evaluation on held-out examples: greedy accuracy, pass@k, by level, with the reasons for failure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from data import Example, Task
+from grpo.generate import Completion, Sampling, generate
+from grpo.policy import Policy
+from grpo.tokenizer import completion_text, render_prompt
+
+OUT_OF_TOKENS = "ran out of tokens"
+CHUNK = 128  # prompts a call of the generator: bounds the cache, and the work a kill can lose
+
+
+@dataclass
+class Answer:
+    """One example with the model's greedy completion and, for pass@k, how many samples were right."""
+
+    example: Example
+    text: str
+    correct: bool
+    reason: str  # "" when correct
+    tokens: int
+    samples_correct: int = 0
+
+
+@dataclass
+class Evaluation:
+    """What `evaluate` found; `summary()` is what results.json holds."""
+
+    answers: list[Answer] = field(default_factory=list)
+    samples: int = 1
+
+    @property
+    def accuracy(self) -> float:
+        return sum(a.correct for a in self.answers) / max(len(self.answers), 1)
+
+    def summary(self) -> dict:
+        """Accuracy with its 95% interval, pass@k, the table by level, the reasons for failure."""
+        right, count = sum(a.correct for a in self.answers), len(self.answers)
+        low, high = wilson_interval(right, count)
+        levels = list(dict.fromkeys(a.example.level for a in self.answers if a.example.level))
+        result = {
+            "examples": count,
+            "correct": right,
+            "accuracy": self.accuracy,
+            "accuracy_95": [low, high],
+            "mean_tokens": sum(a.tokens for a in self.answers) / max(count, 1),
+            "failures": dict(Counter(a.reason for a in self.answers if a.reason).most_common()),
+            "levels": {
+                level: {
+                    "examples": len(rows := [a for a in self.answers if a.example.level == level]),
+                    "correct": sum(a.correct for a in rows),
+                    "accuracy": sum(a.correct for a in rows) / len(rows),
+                }
+                for level in levels
+            },
+        }
+        if self.samples > 1:
+            result["samples"] = self.samples
+            result[f"pass@{self.samples}"] = sum(a.samples_correct > 0 for a in self.answers) / count
+            result["pass@1"] = sum(a.samples_correct for a in self.answers) / count / self.samples
+        return result
+
+
+def wilson_interval(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """95% interval of a share (Wilson 1927), sensible at 0 and 1 too.
+
+    >>> [round(x, 3) for x in wilson_interval(180, 200)]
+    [0.851, 0.934]
+    """
+    if not count:
+        return 0.0, 1.0
+    share = correct / count
+    middle = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def evaluate(
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    prompt_format: str,
+    max_rows: int,
+    samples: int = 1,
+    temperature: float = 1.0,
+    seed: int = 0,
+    on_finish: Callable[[int], None] = lambda rows: None,
+) -> Evaluation:
+    """Answer every example greedily; with samples > 1 also draw that many for pass@k."""
+    result = Evaluation(samples=samples)
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, len(examples), CHUNK):
+        chunk = [examples[i] for i in range(start, min(start + CHUNK, len(examples)))]
+        prompts = [render_prompt(policy.tokenizer, e.messages, prompt_format) for e in chunk]
+
+        def complete(group, sampling, prompts=prompts):
+            return generate(
+                policy, prompts, group, max_new_tokens, sampling, generator, max_rows, on_finish
+            )
+
+        drawn: list[list[Completion]] = [[] for _ in chunk]
+        if samples > 1:
+            drawn = complete(samples, Sampling(temperature))
+        greedy = complete(1, Sampling(0.0))
+        for example, (completion,), sampled in zip(chunk, greedy, drawn, strict=True):
+            text, correct, reason = _judge(policy, task, example, completion)
+            right = sum(_judge(policy, task, example, c)[1] for c in sampled)
+            result.answers.append(
+                Answer(example, text, correct, reason, len(completion.token_ids), right)
+            )
+    return result
+
+
+def _judge(policy, task, example, completion) -> tuple[str, bool, str]:
+    text = completion_text(policy.tokenizer, completion.token_ids, policy.stop_token_ids)
+    if task.is_correct(text, example):
+        return text, True, ""
+    cut = completion.finish_reason == "length"
+    return text, False, OUT_OF_TOKENS if cut else task.failure_reason(text, example)
+
+
+def table(evaluations: dict[str, dict]) -> str:
+    """Summaries side by side as text, a row a level.
+
+    >>> print(table({"after_sft": {"accuracy": 0.5, "examples": 4, "levels": {}}}))
+                    after_sft
+    all (4)             50.0%
+    """
+    names = list(evaluations)
+    first = next(iter(evaluations.values()))
+    rows = [("all", None), *((level, level) for level in first["levels"])]
+    width = max(len(f"{label} ({first['examples']})") for label, _ in rows) + 6
+    lines = [" " * width + "".join(f"{n:>12}" for n in names)]
+    for label, level in rows:
+        cells = [e if level is None else e["levels"].get(level) for e in evaluations.values()]
+        count = next(c["examples"] for c in cells if c)
+        shares = [f"{100 * c['accuracy']:.1f}%" if c else "-" for c in cells]
+        lines.append(f"{label} ({count})".ljust(width) + "".join(f"{s:>12}" for s in shares))
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""Log-probabilities of given tokens, without ever holding the logits of all of them.
+
+16 rows of 512 tokens over 151,936 words are 5 GB of float32 logits a copy, and training needs
+several copies. The output head is therefore applied to a few rows at a time, and again in the
+backward pass: a second matrix product instead of the memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from grpo.packing import PackedBatch
+    from grpo.policy import Policy
+
+# Logits held at a time: 2**24 numbers are 64 MB in float32, 341 rows of a vocabulary of 49,152.
+LOGITS_BUDGET = 2**24
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def tempered_log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) over the last dimension, in float32 (or float64 if given).
+
+    The one definition of a log-probability here: sampler, policy, old policy and reference all use
+    it. Otherwise the first ratio would not be 1 (the truncations of the sampler are left out for
+    the same reason). temperature 0 is greedy decoding, whose log-probs are those at temperature 1.
+    """
+    logits = at_least_float32(logits)
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    return logits.log_softmax(dim=-1)
+
+
+def token_logprobs(
+    hidden: Tensor,  # [M, D] the decoder's output at the positions that predict `targets`
+    head: nn.Module,  # [.., D] -> [.., V], with .out_features == V
+    targets: Tensor,  # [M] token ids
+    temperature: float,
+    chunk_size: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # [M], [M]
+    """log pi(target | context) and the entropy of pi, in nats, float32 (float64 for float64 input).
+
+    chunk_size: rows of logits held at a time; by default as many as LOGITS_BUDGET allows.
+    The log-probs carry the gradient for `hidden` and `head`; the entropy carries none, and is None
+    unless asked for. A model that rescales its logits after its head (Gemma 2, Cohere) needs a
+    head that does so too.
+    """
+    chunk_size = chunk_size or max(1, LOGITS_BUDGET // head.out_features)
+    # A single chunk is within the budget anyway: keep it, there is nothing to win by recomputing.
+    recompute = torch.is_grad_enabled() and len(hidden) > chunk_size
+
+    logprobs, entropies = [], []
+    # split, not slices: the backward of a slice writes zeros for all the other rows, once a chunk.
+    for rows, ids in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+        args = (rows, head, ids, temperature, with_entropy)
+        if recompute:  # no dropout in here, so there is no random state to keep
+            out = checkpoint(_chunk, *args, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = _chunk(*args)
+        logprobs.append(out[0])
+        entropies.append(out[1])
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _chunk(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One chunk of token_logprobs: hidden [R, D], targets [R] -> log-probs [R], entropy [R]."""
+    everything = tempered_log_softmax(head(hidden), temperature)  # [R, V]
+    logprobs = everything.gather(1, targets[:, None]).squeeze(1)  # [R]
+    if not with_entropy:
+        return logprobs, None
+    with torch.no_grad():
+        # A token of probability 0 adds 0, not 0 * -inf: its log is raised to a finite number.
+        finite = everything.clamp(min=torch.finfo(everything.dtype).min)  # [R, V]
+        return logprobs, -(everything.exp() * finite).sum(dim=1)  # [R]
+
+
+def completion_logprobs(
+    policy: Policy, batch: PackedBatch, temperature: float, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:  # [n, C], [n, C]
+    """Log-prob (and entropy) of every completion token of a packed batch; 0 outside its mask."""
+    hidden = policy.hidden_states(batch.input_ids, batch.position_ids, batch.layout)[0]  # [T, D]
+    predicting = hidden[batch.source]  # [M, D]
+    logp, entropy = token_logprobs(
+        predicting, policy.head, batch.targets, temperature, with_entropy=with_entropy
+    )
+    return batch.unpack(logp), None if entropy is None else batch.unpack(entropy)

@@ -1,0 +1,251 @@
+"""GRPO, from top to bottom (DeepSeekMath, arXiv 2402.03300, algorithm 1).
+
+For each question the policy writes a group of G answers. Each answer earns a reward r, and its
+advantage A is how much better it is than the rest of its group, so no value network is needed.
+The policy then moves so that good answers get likelier: with a clipped ratio, so that one batch
+cannot carry it far, and with a KL term that ties it to a frozen reference.
+
+    A     = (r - mean of the group) / (std of the group + 1e-4)                group_advantages
+    ratio = exp(logp - old_logp)                                                   policy_ratio
+    loss  = -min(ratio A, clip(ratio, 1 - epsilon, 1 + epsilon_high) A)       clipped_surrogate
+            + beta (exp(ref_logp - logp) - (ref_logp - logp) - 1)                         kl_k3
+
+Two things surprise at first sight, and both are right. With one update a rollout (num_iterations,
+mu in the paper, is 1) the old policy is the policy itself: the ratio is exactly 1 and nothing is
+ever clipped. And the loss then starts at 0, since the advantages of a group add up to 0; its
+gradient does not. Watch the reward, not the loss.
+
+Letters in the shapes: P prompts, G completions a prompt, N = P G rows; n rows of a micro-batch, C
+tokens of its longest completion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from data import Example, Task
+from grpo.advantages import group_advantages, zero_std_groups
+from grpo.config import Config
+from grpo.generate import Sampling, generate
+from grpo.logprobs import completion_logprobs
+from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
+from grpo.metrics import Rollout, completion_rows, rollout_metrics, update_metrics
+from grpo.optimizer import learning_rate_at
+from grpo.packing import Group, PackedBatch, micro_batches
+from grpo.policy import Policy
+from grpo.tokenizer import completion_text, render_prompt
+from grpo.training import Training, step_indices
+from rewards import score, weighted_sum
+
+
+def train(
+    policy: Policy,
+    task: Task,
+    config: Config,
+    run: Training,
+    evaluate_now: Callable[[], None] = lambda: None,
+) -> None:
+    """Train the policy until config.max_steps or a request to stop; `run` saves and reports."""
+    for step in run.steps():
+        started = time.perf_counter()
+
+        # ---- Sample. G completions of each prompt, written by the policy as it is now.
+        indices = step_indices(step, config.prompts_per_step, len(task.train), config.seed)
+        rollout = sample_group_completions(
+            policy, config, [task.train[i] for i in indices], run.generator
+        )
+
+        # ---- Reward. Plain functions of the text; the weighted sum counts. [N]
+        rollout.reward_table = score(
+            rollout.texts, rollout.examples, task.reward_functions, config.reward_timeout
+        )
+        weights = {**task.reward_weights, **config.weights_of_rewards()}
+        rollout.rewards = weighted_sum(rollout.reward_table, weights, len(rollout.texts))
+
+        # ---- Advantage. A completion is as good as it is better than the rest of its group. [N]
+        advantages = group_advantages(
+            rollout.rewards, config.num_generations, config.scale_rewards
+        ).to(policy.device)
+        rollout.advantages = advantages.tolist()
+
+        # ---- Pack. A prompt once a group, no padding, and nothing that cannot teach.
+        groups, rows, tokens = learnable_groups(rollout, config)
+        batches = list(micro_batches(groups, config.tokens_per_micro_batch, policy.device))
+
+        # ---- Fix the old policy's and the reference's log-probs for the whole update. [n, C]
+        update_started = time.perf_counter()
+        fixed = [fixed_logprobs(policy, batch, config) for batch in batches]
+
+        # ---- Update. num_iterations optimizer steps on the same completions.
+        run.optimizer.set_learning_rate(
+            learning_rate_at(
+                step,
+                config.max_steps,
+                config.learning_rate,
+                config.lr_scheduler,
+                config.warmup_ratio,
+            )
+        )
+        sums: dict[str, float] = {}
+        for _ in range(config.num_iterations):
+            run.optimizer.zero_grad()
+            for batch, (old_logp, ref_logp) in zip(batches, fixed, strict=True):
+                logp, entropy = completion_logprobs(
+                    policy, batch, config.temperature, with_entropy=True
+                )
+                loss, parts = grpo_loss(
+                    logp,
+                    old_logp,
+                    ref_logp,
+                    advantages[batch.rows],
+                    batch.mask,
+                    rows=rows,
+                    tokens=tokens,
+                    beta=config.beta,
+                    epsilon=config.epsilon,
+                    epsilon_high=config.epsilon_high,
+                    delta=config.delta,
+                    loss_type=config.loss_type,
+                    importance_sampling_level=config.importance_sampling_level,
+                    max_completion_length=config.max_completion_length,
+                )
+                run.require_finite(loss, "loss")
+                loss.backward()
+                run.optimizer.accumulate()
+                parts |= {"loss": loss, "entropy": entropy.sum()}
+                for name, value in parts.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            grad_norm = run.update() if batches else 0.0
+
+        # ---- Report.
+        now = time.perf_counter()
+        run.keep_completions(completion_rows(rollout))
+        run.warn(task.alarms(list(zip(rollout.texts, rollout.examples, strict=True))))
+        run.finish_step(
+            rollout_metrics(rollout, config.num_generations)
+            | update_metrics(sums, config.num_iterations)
+            | {
+                "grad_norm": grad_norm,
+                "learning_rate": run.optimizer.learning_rate,
+                "step_time": now - started,
+                "tokens_per_second/train": tokens * config.num_iterations / (now - update_started),
+            }
+        )
+        if config.eval_every and run.step % config.eval_every == 0:
+            evaluate_now()
+
+
+def grpo_loss(
+    logp: torch.Tensor,  # [N, C], carries the gradient
+    old_logp: torch.Tensor | None,  # [N, C]; None: this is the first update since the rollout, ratio 1
+    ref_logp: torch.Tensor | None,  # [N, C]; None: no KL
+    advantages: torch.Tensor,  # [N]
+    mask: torch.Tensor,  # [N, C] bool
+    *,
+    rows: int,
+    tokens: int,
+    loss_type: str = "grpo",
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    importance_sampling_level: str = "token",
+    max_completion_length: int | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one micro-batch and its metrics. rows and tokens: see `aggregate`.
+
+    The metrics are sums, so that micro-batches add up: clip_low and clip_high count the ratios
+    that the clip holds back, out of `ratios` (tokens, or rows for "sequence"); kl is a sum over
+    `tokens`. So clip_ratio/low_mean = clip_low / ratios and the metric kl = kl / tokens.
+    """
+    old_logp = logp.detach() if old_logp is None else old_logp
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+    weight = advantages.to(logp.dtype)[:, None]  # [N, 1]
+    ratio = policy_ratio(logp, old_logp, mask, importance_sampling_level)  # [N, C] or [N, 1]
+    loss = clipped_surrogate(ratio, weight, epsilon, epsilon_high, delta).expand_as(logp)  # [N, C]
+    gap = torch.zeros_like(logp) if ref_logp is None else ref_logp - logp  # [N, C]
+    kl = kl_k3(gap.masked_fill(~mask, 0.0))  # [N, C]
+    loss = loss + beta * kl if beta else loss
+    counted = mask if importance_sampling_level == "token" else mask.any(dim=1, keepdim=True)
+    metrics = {
+        "clip_low": (counted & (ratio < 1 - epsilon) & (weight < 0)).sum(),
+        "clip_high": (counted & (ratio > 1 + epsilon_high) & (weight > 0)).sum(),
+        "ratios": counted.sum(),
+        "kl": kl.detach().sum(),
+        "tokens": mask.sum(),
+    }
+    return aggregate(loss, mask, loss_type, rows, tokens, max_completion_length), metrics
+
+
+def sample_group_completions(
+    policy: Policy, config: Config, examples: list[Example], generator: torch.Generator
+) -> Rollout:
+    """G completions of each of the P examples' prompts, as text for the rewards too."""
+    started = time.perf_counter()
+    prompts = [render_prompt(policy.tokenizer, e.messages, config.prompt_format) for e in examples]
+    groups = generate(
+        policy,
+        prompts,
+        config.num_generations,
+        config.max_completion_length,
+        Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
+        generator,
+        config.rollout_rows,
+    )
+    completions = [completion for group in groups for completion in group]  # [N], groups in order
+    return Rollout(
+        prompts=prompts,
+        examples=[e for e in examples for _ in range(config.num_generations)],
+        completions=completions,
+        texts=[
+            completion_text(policy.tokenizer, c.token_ids, policy.stop_token_ids)
+            for c in completions
+        ],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def learnable_groups(rollout: Rollout, config: Config) -> tuple[list[Group], int, int]:
+    """(the groups to learn from, and how many rows and tokens the step's loss is divided by).
+
+    A group whose rewards are all equal has advantage 0: it is not computed at all, but it counts
+    in the totals, as it would if it were. Completions cut by the length are left out of both if
+    mask_truncated_completions says so.
+    """
+    size = config.num_generations
+    dead = zero_std_groups(rollout.rewards, size).tolist()  # [P]
+    groups, rows, tokens = [], 0, 0
+    for i, prompt in enumerate(rollout.prompts):
+        group = Group(prompt, [], [])
+        for row in range(i * size, (i + 1) * size):
+            completion = rollout.completions[row]
+            if config.mask_truncated_completions and completion.finish_reason == "length":
+                continue
+            group.completions.append(completion.token_ids)
+            group.rows.append(row)
+            rows += 1
+            tokens += len(completion.token_ids)
+        keeps_kl = config.beta > 0 and config.kl_on_zero_std_groups
+        if group.rows and (keeps_kl or not dead[i]):
+            groups.append(group)
+    return groups, rows, tokens
+
+
+@torch.no_grad()
+def fixed_logprobs(policy: Policy, batch: PackedBatch, config: Config):
+    """(old_logp, ref_logp), [n, C] each, or None where not needed.
+
+    At one update a rollout the policy's own log-probs, detached, are the old ones; without a KL
+    term there is no reference to ask.
+    """
+    old_logp = ref_logp = None
+    if config.num_iterations > 1:
+        old_logp, _ = completion_logprobs(policy, batch, config.temperature)
+    if config.beta > 0:
+        with policy.reference_mode():
+            ref_logp, _ = completion_logprobs(policy, batch, config.temperature)
+    return old_logp, ref_logp
+

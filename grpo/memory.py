@@ -1,0 +1,193 @@
+"""How much memory a run will need, by part, before anything is loaded (--dry-run).
+
+Counted from the model's shape and the settings; nothing is measured. The weights, the optimizer
+and the cache are exact to a few percent; activations are counted from the tensors that autograd
+keeps in one layer of the Llama family, and are rather too high (by up to 40%, see the test). The
+allocator's own waste and the CUDA context (about half a gigabyte) come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.config import Config
+
+LOGITS_COPIES = 3  # the chunk's logits, their log-softmax, and the gradient of one of them
+NF4_BYTES = 0.5 + 4 / 64  # 4 bits a weight and one float32 scale for each block of 64
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a decoder-only transformer that decide its memory."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the linear maps of one layer: q, k, v, o, gate, up, down."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
+        wide = (self.hidden, self.intermediate)
+        return [*attention, wide, wide, (self.intermediate, self.hidden)]
+
+    @property
+    def linear_parameters(self) -> int:
+        return self.layers * sum(i * o for i, o in self.linears)
+
+    @property
+    def other_parameters(self) -> int:
+        """Embedding, output head and norms: what quantisation leaves alone."""
+        tables = 1 if self.tied_embeddings else 2
+        return tables * self.vocab * self.hidden + (2 * self.layers + 1) * self.hidden
+
+
+def model_shape(hf_config: Any) -> ModelShape:
+    """From a transformers config, which can be read without loading the model."""
+    text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+    heads = text.num_attention_heads
+    return ModelShape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab=text.vocab_size,
+        tied_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+    )
+
+
+def tokens_per_step(config: Config) -> dict[str, int]:
+    """The most tokens that one GRPO step samples and trains on.
+
+    A prompt is computed once a group, in the rollout and in training alike.
+    """
+    rows = config.prompts_per_step * config.num_generations
+    prompt = config.prompts_per_step * config.max_prompt_length
+    completion = rows * config.max_completion_length
+    return {
+        "prompts": config.prompts_per_step,
+        "completions": rows,
+        "prompt tokens": prompt,
+        "completion tokens": completion,
+        "tokens in training": (prompt + completion) * config.num_iterations,
+        "micro-batches": -(-(prompt + completion) // config.tokens_per_micro_batch),
+    }
+
+
+def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, int]:
+    """Bytes by part, and "total" at the worst moment.
+
+    compute_bytes: of one number of the weights and activations, 2 for bfloat16, 4 for float32.
+    The rollout's cache and the training's activations never live at once, so the total has the
+    larger of the two.
+    """
+    always = _weights(shape, config, compute_bytes) | _training_state(shape, config, compute_bytes)
+    rollout = {
+        "rollout: key-value cache": _cache(shape, config) * compute_bytes,
+        # Sampling holds a row of float32 logits for each sequence, and sorts a copy.
+        "rollout: logits": 2 * config.rollout_rows * shape.vocab * FP32,
+    }
+    training = {
+        "training: activations": _activations(shape, config, compute_bytes),
+        "training: logits": _logits_chunk(shape, config),
+    }
+    total = sum(always.values()) + max(sum(rollout.values()), sum(training.values()))
+    parts = {name: round(size) for name, size in {**always, **rollout, **training}.items() if size}
+    return {**parts, "total": round(total)}
+
+
+def trainable_parameters(shape: ModelShape, config: Config) -> int:
+    """All of them, or LoRA's A [r, in] and B [out, r] beside every targeted linear map."""
+    if config.lora_rank == 0:
+        return shape.linear_parameters + shape.other_parameters
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets = {t.strip() for t in config.lora_targets.split(",")}
+    # A name that is not of the Llama family is unknown here; then count all, rather too much.
+    everything = not targets <= set(names)
+    widths = [
+        i + o for n, (i, o) in zip(names, shape.linears, strict=True) if everything or n in targets
+    ]
+    return shape.layers * config.lora_rank * sum(widths)
+
+
+def _weights(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, float]:
+    linear_bytes = NF4_BYTES if config.quantize == "nf4" else compute_bytes
+    base = shape.linear_parameters * linear_bytes + shape.other_parameters * compute_bytes
+    lora = config.lora_rank > 0
+    adapter = trainable_parameters(shape, config) * FP32 if lora else 0
+    # The reference is the model with its adapter off: free, unless the run starts from a trained
+    # adapter, which has a frozen twin, or trains all weights, which needs a frozen copy.
+    reference = 0
+    if config.beta > 0:
+        reference = base if not lora else adapter if config.adapter else 0
+    return {"weights": base, "adapter": adapter, "reference copy": reference}
+
+
+def _training_state(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, float]:
+    """Gradients, AdamW's two states, and float32 masters of weights that are held in fewer bits."""
+    count = trainable_parameters(shape, config)
+    states = 2 * FP32 if config.optimizer == "adamw" else 2  # 8-bit: a byte each
+    needs_masters = config.lora_rank == 0 and compute_bytes < FP32
+    return {
+        # With masters, gradients arrive in bfloat16 and are added up in float32.
+        "gradients": count * (FP32 + (compute_bytes if needs_masters else 0)),
+        "optimizer states": count * states,
+        "float32 master weights": count * FP32 if needs_masters else 0,
+    }
+
+
+def _cache(shape: ModelShape, config: Config) -> int:
+    """Numbers in the cache: a key and a value for each layer, key-value head and token.
+
+    In a rollout the prompt is held once a group; in an evaluation every row has one of its own,
+    which is the worst case.
+    """
+    tokens = config.rollout_rows * (config.max_prompt_length + config.max_completion_length)
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens
+
+
+def _activations(shape: ModelShape, config: Config, compute_bytes: int) -> float:
+    """Bytes that autograd keeps for one micro-batch; nothing for the attention matrix itself,
+    which the fused kernels never write out.
+
+    With gradient checkpointing: each layer's input, and all of one layer while it is computed
+    again. LoRA's weights are float32: beside bfloat16 ones it keeps each map's input once more.
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    kept = (
+        6 * shape.hidden  # two residuals, two normed inputs, attention's and the MLP's outputs
+        + 3 * q + 4 * kv  # q, k, v, the rotated q and k, their gathered copies
+        + 4 * shape.intermediate  # gate, its activation, up, their product
+    )  # fmt: skip
+    in_float32 = 4 * shape.hidden  # the norms compute in float32 and keep input and result
+    if config.lora_rank > 0 and compute_bytes < FP32:
+        in_float32 += sum(inputs for inputs, _ in shape.linears)
+    layer = kept * compute_bytes + in_float32 * FP32
+    if config.gradient_checkpointing:
+        a_token = shape.layers * shape.hidden * compute_bytes + layer
+    else:
+        a_token = shape.layers * layer
+    return a_token * config.tokens_per_micro_batch
+
+
+def _logits_chunk(shape: ModelShape, config: Config) -> int:
+    from grpo.logprobs import LOGITS_BUDGET  # imports torch, which --help can do without
+
+    all_rows = config.tokens_per_micro_batch * shape.vocab
+    return LOGITS_COPIES * FP32 * min(LOGITS_BUDGET, all_rows)
+
+
+def describe_memory(parts: dict[str, int]) -> str:
+    """The estimate as a table in GB (10^9 bytes)."""
+    width = max(len(name) for name in parts)
+    return "\n".join(f"{name:<{width}}  {size / 1e9:8.3f} GB" for name, size in parts.items())

@@ -1,0 +1,99 @@
+"""What a GRPO step reports, under the names that users of TRL know."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from data import Example
+from grpo.advantages import zero_std_groups
+from grpo.generate import Completion
+from grpo.packing import PackedBatch
+
+
+@dataclass
+class Rollout:
+    """What the policy wrote in one step and what it earned. [N] lists, groups in order."""
+
+    prompts: list[list[int]]  # [P]
+    examples: list[Example]
+    completions: list[Completion]
+    texts: list[str]
+    seconds: float
+    reward_table: dict[str, list[float | None]] = field(default_factory=dict)
+    rewards: list[float | None] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+
+    def logprob_gap(self, batch: PackedBatch, logp: torch.Tensor) -> float:
+        """Largest |scorer - sampler| log-prob in a micro-batch: logp [n, C] before any update.
+
+        Rounding alone: about 1e-5 in float32, some 1e-2 in bfloat16. More than that means that
+        the generator and the training pass do not compute the same model.
+        """
+        sampled = [p for row in batch.rows.tolist() for p in self.completions[row].logprobs]
+        return (logp[batch.mask] - torch.tensor(sampled, device=logp.device)).abs().max().item()
+
+
+def rollout_metrics(rollout: Rollout, num_generations: int) -> dict[str, float]:
+    """Rewards and lengths of one step.
+
+    reward_std is the mean of the groups' standard deviations (n - 1): what the advantages divide
+    by. Completions that no reward function scored are left out.
+    """
+    scored = [r for r in rollout.rewards if r is not None]
+    groups = [
+        [r for r in rollout.rewards[i : i + num_generations] if r is not None]
+        for i in range(0, len(rollout.rewards), num_generations)
+    ]
+    lengths = [len(c.token_ids) for c in rollout.completions]
+    metrics = {
+        "reward": mean(scored),
+        "reward_std": mean(statistics.stdev(g) for g in groups if len(g) > 1),
+        "frac_reward_zero_std": mean(zero_std_groups(rollout.rewards, num_generations).tolist()),
+    }
+    for name, values in rollout.reward_table.items():
+        metrics[f"rewards/{name}/mean"] = mean(v for v in values if v is not None)
+    return metrics | {
+        "completions/mean_length": mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": mean(c.finish_reason == "length" for c in rollout.completions),
+        "tokens_per_second/rollout": sum(lengths) / rollout.seconds,
+    }
+
+
+def update_metrics(sums: dict[str, float], num_iterations: int) -> dict[str, float]:
+    """The loss of the step and means over the tokens that were learned from, from summed parts."""
+    tokens, ratios = max(sums.get("tokens", 0), 1), max(sums.get("ratios", 0), 1)
+    return {
+        "loss": sums.get("loss", 0.0) / num_iterations,
+        "kl": sums.get("kl", 0.0) / tokens,
+        "entropy": sums.get("entropy", 0.0) / tokens,
+        "clip_ratio/low_mean": sums.get("clip_low", 0.0) / ratios,
+        "clip_ratio/high_mean": sums.get("clip_high", 0.0) / ratios,
+    }
+
+
+def completion_rows(rollout: Rollout) -> list[dict]:
+    """One dict a completion, as completions/ keeps them: prompt, text, rewards, advantage."""
+    return [
+        {
+            "prompt": rollout.examples[i].messages,
+            "completion": rollout.texts[i],
+            "tokens": len(rollout.completions[i].token_ids),
+            "finish_reason": rollout.completions[i].finish_reason,
+            "rewards": {name: values[i] for name, values in rollout.reward_table.items()},
+            "reward": rollout.rewards[i],
+            "advantage": rollout.advantages[i],
+        }
+        for i in range(len(rollout.texts))
+    ]
+
+
+def mean(values: Iterable[float]) -> float:
+    """The arithmetic mean; 0 of nothing."""
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,109 @@
+"""A batch of (prompt, completions) as one packed sequence in which each prompt stands once.
+
+Eight completions of an 80-token prompt, 120 tokens each, are 80 + 8 x 120 tokens instead of
+8 x 200, and there is no padding outside the attention product. The last token of a completion is
+predicted but predicts nothing, so it is left out of the input.
+
+    group 0: prompt a b, completions x y z and u      group 1: prompt c, completion v w
+    input_ids   a b | c | x y | - | v        ("u" is one token: nothing of it is input)
+    source      where each completion token is predicted: x from b, y from x, z from y, u from b, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from grpo.attention import PackedLayout
+
+
+@dataclass
+class Group:
+    """One prompt and some of its completions; `rows` are their indices in the whole step's rows."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+    rows: list[int]
+
+
+@dataclass
+class PackedBatch:
+    """T packed tokens that predict M completion tokens of n rows, the longest of C tokens."""
+
+    input_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T], counted anew in every row: a completion follows its prompt
+    layout: PackedLayout
+    source: torch.Tensor  # [M] the place in T whose hidden state predicts the token
+    targets: torch.Tensor  # [M] the completion tokens, the stop token included
+    mask: torch.Tensor  # [n, C] bool, True on completion tokens
+    rows: torch.Tensor  # [n] index of each row in the whole step
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] → [n, C], 0 where there is no token."""
+        padded = values.new_zeros(self.mask.shape)
+        return padded.masked_scatter(self.mask, values)
+
+
+def pack(groups: Sequence[Group], device: torch.device | str) -> PackedBatch:
+    """Groups → one packed batch, all prompts first, then all completions in order."""
+    prompts = [g.prompt for g in groups]
+    completions = [c for g in groups for c in g.completions]
+    of_prompt = [i for i, g in enumerate(groups) for _ in g.completions]
+    tokens = [t for p in prompts for t in p]
+    positions = [i for p in prompts for i in range(len(p))]
+    prompt_end, end = [], 0
+    for prompt in prompts:
+        end += len(prompt)
+        prompt_end.append(end - 1)
+    source = []
+    for completion, prompt in zip(completions, of_prompt, strict=True):
+        start, length = len(tokens), len(completion) - 1
+        source.append(prompt_end[prompt])
+        source.extend(range(start, start + length))
+        tokens.extend(completion[:-1])
+        positions.extend(range(len(prompts[prompt]), len(prompts[prompt]) + length))
+    lengths = torch.tensor([len(c) for c in completions])
+    return PackedBatch(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        layout=PackedLayout(
+            prompt_lengths=[len(p) for p in prompts],
+            completion_lengths=[len(c) - 1 for c in completions],
+            of_prompt=of_prompt,
+            device=torch.device(device),
+        ),
+        source=torch.tensor(source, device=device),
+        targets=torch.tensor([t for c in completions for t in c], device=device),
+        mask=(torch.arange(int(lengths.max())) < lengths[:, None]).to(device),
+        rows=torch.tensor([r for g in groups for r in g.rows], device=device),
+    )
+
+
+def micro_batches(
+    groups: Sequence[Group], token_budget: int, device: torch.device | str
+) -> Iterator[PackedBatch]:
+    """Groups in order, as packed batches of at most `token_budget` tokens.
+
+    A group that does not fit is split, its prompt repeated in each part; a single completion that
+    is over the budget by itself is a batch by itself, since it cannot be cut.
+    """
+    batch: list[Group] = []
+    used = 0
+    for group in groups:
+        part: Group | None = None
+        for completion, row in zip(group.completions, group.rows, strict=True):
+            needed = len(completion) + (len(group.prompt) if part is None else 0)
+            if used and used + needed > token_budget:
+                yield pack(batch, device)
+                batch, used, part = [], 0, None
+                needed = len(completion) + len(group.prompt)
+            if part is None:
+                part = Group(group.prompt, [], [])
+                batch.append(part)
+            part.completions.append(completion)
+            part.rows.append(row)
+            used += needed
+    if batch:
+        yield pack(batch, device)

@@ -1,0 +1,71 @@
+"""Supervised fine-tuning: the cold start, in which the policy imitates the task's own answers.
+
+The same packing as GRPO, with one completion a prompt: the loss is the mean negative log-prob of
+the target's tokens and of the stop token that ends it, so that stopping is learned too. The prompt
+is not learned.
+"""
+
+from __future__ import annotations
+
+import time
+
+from data import Example, Task
+from grpo.config import Config
+from grpo.errors import UserError
+from grpo.logprobs import completion_logprobs
+from grpo.optimizer import learning_rate_at
+from grpo.packing import Group, micro_batches
+from grpo.policy import Policy
+from grpo.tokenizer import encode_target, render_prompt
+from grpo.training import Training, step_indices
+
+
+def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
+    """Train on task.sft until config.sft_steps or a request to stop."""
+    if not task.sft:
+        raise UserError(f"--stage sft: the task {task.name} has no examples with targets")
+    for step in run.steps():
+        started = time.perf_counter()
+        indices = step_indices(step, config.sft_batch_size, len(task.sft), config.seed)
+        groups = [
+            supervised_group(policy, task.sft[i], row, config) for row, i in enumerate(indices)
+        ]
+        tokens = sum(len(g.completions[0]) for g in groups)
+        prompt_tokens = sum(len(g.prompt) for g in groups)
+        run.optimizer.set_learning_rate(
+            learning_rate_at(
+                step,
+                config.sft_steps,
+                config.sft_learning_rate,
+                config.lr_scheduler,
+                config.warmup_ratio,
+            )
+        )
+        run.optimizer.zero_grad()
+        total = 0.0
+        for batch in micro_batches(groups, config.tokens_per_micro_batch, policy.device):
+            logp, _ = completion_logprobs(policy, batch, temperature=1.0)  # [n, C]
+            loss = -(logp * batch.mask).sum() / tokens  # a mean over the step, not the micro-batch
+            total += run.require_finite(loss, "loss")
+            loss.backward()
+            run.optimizer.accumulate()
+        norm = run.update()
+        seconds = time.perf_counter() - started
+        run.finish_step(
+            {
+                "loss": total,
+                "grad_norm": norm,
+                "learning_rate": run.optimizer.learning_rate,
+                "step_time": seconds,
+                "tokens_per_second/train": (prompt_tokens + tokens) / seconds,
+            }
+        )
+
+
+def supervised_group(policy: Policy, example: Example, row: int, config: Config) -> Group:
+    """An example as a group of one: its prompt, and its target ended by a stop token."""
+    if not example.target:
+        raise UserError("an SFT example has no target: the task gives none for this setting")
+    prompt = render_prompt(policy.tokenizer, example.messages, config.prompt_format)
+    target = encode_target(policy.tokenizer, example.target) + [policy.end_token_id]
+    return Group(prompt, [target], [row])

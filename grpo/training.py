@@ -1,0 +1,152 @@
+"""What SFT and GRPO share: the state of a stage, and what happens between two of its steps.
+
+A step either happens wholly or not at all: a number that is not finite, Ctrl-C or a full disk
+leave the weights of the last whole step, saved, and one line that says how to go on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from grpo.checkpoint import (
+    load_checkpoint,
+    load_into,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from grpo.config import Config
+from grpo.errors import UserError
+from grpo.interrupt import StopRequest
+from grpo.optimizer import Optimizer
+from grpo.policy import Policy
+from grpo.record import Recorder
+
+
+def step_indices(step: int, count: int, total: int, seed: int) -> list[int]:
+    """The `count` examples of a step: all `total` in a fresh shuffle every epoch.
+
+    A function of its arguments alone, so that a resumed run goes on in the same order without any
+    state of its own.
+
+    >>> sorted(step_indices(0, 2, 4, seed=1) + step_indices(1, 2, 4, seed=1))
+    [0, 1, 2, 3]
+    """
+    places = range(step * count, (step + 1) * count)
+    orders: dict[int, list[int]] = {}
+    for epoch in {place // total for place in places}:
+        shuffle = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        orders[epoch] = torch.randperm(total, generator=shuffle).tolist()
+    return [orders[place // total][place % total] for place in places]
+
+
+@dataclass
+class Training:
+    """One stage: everything that a step changes is in here, or in the policy's weights."""
+
+    stage: str  # "sft" or "grpo"
+    policy: Policy
+    optimizer: Optimizer
+    recorder: Recorder
+    config: Config
+    total_steps: int
+    stop: StopRequest
+    generator: torch.Generator  # of the sampling, on the CPU
+    step: int = 0  # whole steps done
+    warned: set[str] = field(default_factory=set)
+    saved_step: int = 0
+    mid_step: bool = False  # whether the weights have moved since the last whole step
+    bar: tqdm | None = None
+
+    def steps(self) -> Iterator[int]:
+        """The steps still to do, until the last or a request to stop; then saves."""
+        with self.recorder.progress(self.stage, self.total_steps, self.step) as self.bar:
+            while self.step < self.total_steps and not self.stop.requested:
+                # A checkpoint always holds the state between two steps, also when one fails.
+                self.random_before = random_state({"sampling": self.generator})
+                yield self.step
+        self.save()
+
+    def finish_step(self, metrics: dict[str, float]) -> None:
+        """Count the step, write its line, and save where a checkpoint is due."""
+        self.step += 1
+        self.mid_step = False
+        self.random_before = random_state({"sampling": self.generator})
+        self.recorder.metrics(self.stage, self.step, metrics)
+        self.recorder.advance(self.bar, metrics)
+        if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+            self.save()
+
+    def keep_completions(self, rows: Iterable[dict]) -> None:
+        """Write this step's completions where a sample is due: the first step, then every N."""
+        every = self.config.completions_every
+        if every and self.step % every == 0:
+            self.recorder.completions(self.stage, self.step + 1, rows)
+
+    def warn(self, lines: Sequence[str]) -> None:
+        """Print each kind of warning once a stage, above the bar; digits do not make a new kind."""
+        for line in lines:
+            kind = "".join(c for c in line if not c.isdigit())
+            if kind not in self.warned:
+                self.warned.add(kind)
+                tqdm.write(f"warning (step {self.step + 1}): {line}", file=sys.stderr)
+
+    # ---- the update, guarded ------------------------------------------------------------------
+
+    def require_finite(self, value: float | torch.Tensor, what: str) -> float:
+        """The value as a float. If it is not finite: save the last whole step, raise UserError."""
+        number = float(value)
+        if not math.isfinite(number):
+            self.save()
+            raise UserError(
+                f"step {self.step + 1} of {self.stage}: the {what} is {number}; it was not trained "
+                f"on, and the weights after step {self.saved_step} are saved. Lower the learning "
+                "rate or look at the rewards, then go on: python train.py --resume "
+                f"{self.recorder.run_dir}"
+            )
+        return number
+
+    def update(self) -> float:
+        """Clip the gradient, check it, step; returns its norm before the clip."""
+        norm = self.optimizer.clip_grad_norm(self.config.max_grad_norm or math.inf)
+        self.require_finite(norm, "gradient norm")
+        self.optimizer.step()
+        self.mid_step = True
+        return norm
+
+    # ---- saving and resuming ------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of the last whole step, unless that is on the disk already.
+
+        With num_iterations > 1 a step can fail after its first update: then the weights are of no
+        whole step, and the checkpoint before it stands.
+        """
+        if self.saved_step == self.step or self.mid_step:
+            return
+        weights = {n: p.detach() for n, p in self.policy.trainable_parameters().items()}
+        save_checkpoint(
+            self.recorder.run_dir,
+            self.stage,
+            self.step,
+            {"model": weights, "optimizer": self.optimizer.state_tensors()},
+            {"random": self.random_before, "warned": sorted(self.warned)},
+            self.config.keep_checkpoints,
+        )
+        self.saved_step = self.step
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of this stage, bit for bit."""
+        tensors, state = load_checkpoint(checkpoint)
+        load_into(self.policy.trainable_parameters(), tensors["model"], str(checkpoint))
+        self.optimizer.load_state_tensors(tensors["optimizer"])
+        restore_random_state({"sampling": self.generator}, state["random"])
+        self.warned = set(state["warned"])
+        self.step = self.saved_step = state["step"]

@@ -1,0 +1,125 @@
+"""The estimate of --dry-run, held against what models really have and keep."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import grpo.attention  # noqa: F401  registers the attention that the model is built with
+from grpo.config import PRESETS, Config
+from grpo.memory import (
+    ModelShape,
+    describe_memory,
+    estimate,
+    model_shape,
+    tokens_per_step,
+    trainable_parameters,
+)
+from grpo.packing import Group, pack
+
+QWEN_HALF_B = ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied_embeddings=True)
+QWEN_ONE_AND_A_HALF_B = ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied_embeddings=False)
+
+
+def tiny_llama(dtype=torch.float32):
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="grpo").to(dtype)
+
+
+def test_weights_are_counted_to_the_last_parameter():
+    model = tiny_llama()
+    expected = sum(p.numel() for p in model.parameters())
+    assert trainable_parameters(model_shape(model.config), Config(lora_rank=0)) == expected
+    # 494 million is what the model card of Qwen2.5-0.5B says (its q, k, v biases are left out).
+    parts = estimate(QWEN_HALF_B, Config(), compute_bytes=2)
+    assert parts["weights"] == pytest.approx(494e6 * 2, rel=0.01)
+
+
+def test_lora_is_counted_to_the_last_parameter():
+    from peft import LoraConfig, get_peft_model
+
+    for targets in ("all-linear", "q_proj,v_proj"):
+        model = tiny_llama()
+        names = targets if targets == "all-linear" else targets.split(",")
+        shape = model_shape(model.config)
+        lora = get_peft_model(model, LoraConfig(r=8, target_modules=names, task_type="CAUSAL_LM"))
+        expected = sum(p.numel() for p in lora.parameters() if p.requires_grad)
+        assert trainable_parameters(shape, Config(lora_rank=8, lora_targets=targets)) == expected
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_activations_are_what_autograd_keeps(dtype, size):
+    model = tiny_llama(dtype)
+    batch = pack([Group(list(range(20)), [list(range(30))] * 8, list(range(8)))] * 2, "cpu")
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def remember(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so no address is reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        model.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, layout=batch.layout,
+            use_cache=False,
+        )  # fmt: skip
+    measured = sum(count for count, _ in kept.values())
+    config = Config(lora_rank=0, tokens_per_micro_batch=batch.input_ids.shape[1])
+    parts = estimate(model_shape(model.config), config, size)
+    assert 1.0 <= parts["training: activations"] / measured <= 1.4
+
+
+def test_each_setting_moves_its_own_part():
+    full = Config(lora_rank=0, beta=0.0)
+    size = trainable_parameters(QWEN_HALF_B, full)
+
+    def parts(compute_bytes=2, **changes):
+        return estimate(QWEN_HALF_B, Config(**{"lora_rank": 0, **changes}), compute_bytes)
+
+    assert parts()["optimizer states"] == 8 * size
+    assert parts(optimizer="adamw_8bit")["optimizer states"] == 2 * size
+    assert parts()["float32 master weights"] == 4 * size
+    assert "float32 master weights" not in parts(compute_bytes=4)
+    assert "reference copy" not in parts() and "reference copy" not in parts(lora_rank=8, beta=0.1)
+    assert parts(beta=0.1)["reference copy"] == parts()["weights"]
+    assert parts(rollout_rows=128)["rollout: key-value cache"] == 2 * (
+        parts(rollout_rows=64)["rollout: key-value cache"]
+    )
+    keeps_all = parts()["training: activations"]
+    assert parts(gradient_checkpointing=True)["training: activations"] < keeps_all / 5
+    assert parts(quantize="nf4", lora_rank=8)["weights"] < parts()["weights"] / 2
+
+
+def test_the_total_is_the_worst_moment_and_not_the_sum():
+    parts = estimate(QWEN_HALF_B, Config(lora_rank=0), compute_bytes=2)
+    rollout = sum(v for n, v in parts.items() if n.startswith("rollout"))
+    training = sum(v for n, v in parts.items() if n.startswith("training"))
+    everything = sum(v for n, v in parts.items() if n != "total")
+    assert parts["total"] == pytest.approx(everything - min(rollout, training), abs=2)
+    assert f"{parts['total'] / 1e9:.3f} GB" in describe_memory(parts)
+
+
+@pytest.mark.parametrize(("preset", "card_bytes"), [("a10", 24e9), ("a6000", 48e9)])
+def test_the_presets_fit_their_cards_with_a_1_5b_model_and_long_completions(preset, card_bytes):
+    lengths = {"max_prompt_length": 1024, "max_completion_length": 4096, "beta": 0.04}
+    config = Config(**PRESETS[preset], **lengths)
+    assert estimate(QWEN_ONE_AND_A_HALF_B, config, compute_bytes=2)["total"] < 0.9 * card_bytes
+
+
+def test_a_prompt_counts_once_a_group():
+    config = Config(
+        prompts_per_step=2, num_generations=4, max_prompt_length=10, max_completion_length=5,
+        tokens_per_micro_batch=25, num_iterations=2,
+    )  # fmt: skip
+    assert tokens_per_step(config) == {
+        "prompts": 2,
+        "completions": 8,
+        "prompt tokens": 20,
+        "completion tokens": 40,
+        "tokens in training": 120,
+        "micro-batches": 3,
+    }
