@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from safetensors import SafetensorError
@@ -86,9 +86,11 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, TrainableTokensWrapper):
         return {"weight": module.token_adapter.get_merged_weights([TRAINED])}
     if isinstance(module, LoraLayer):
-        tensors = _plain_tensors(module.get_base_layer())
+        # The experts of a mixture are parameters of one module: a wrapper for each, nested.
+        key = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+        tensors = _plain_tensors(module.base_layer)
         delta = module.get_delta_weight(TRAINED).float()
-        return {**tensors, "weight": tensors["weight"].float() + delta}
+        return {**tensors, key: tensors[key].float() + delta}
     tensors = {key: _dequantized(p) for key, p in module.named_parameters(recurse=False)}
     for key, buffer in module.named_buffers(recurse=False):
         if key not in module._non_persistent_buffers_set:

@@ -115,7 +115,7 @@ def train(
                 run.require_finite(loss, "loss")
                 loss.backward()
                 run.optimizer.accumulate()
-                parts |= {"loss": loss, "entropy": entropy.sum()}
+                parts |= {"loss": loss.detach(), "entropy": entropy.sum()}
                 for name, value in parts.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
             grad_norm = run.update() if batches else 0.0

@@ -64,7 +64,11 @@ def new_lora(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _known_width(get_peft_model(model, config, adapter_name=TRAINED))
+        try:
+            return _known_width(get_peft_model(model, config, adapter_name=TRAINED))
+        except ValueError as error:  # an architecture whose layers peft cannot adapt
+            reason = " ".join(str(error).split())
+            raise UserError(f"--lora-targets: {reason}; name other layers, or train all") from error
 
 
 def trained_lora(model: nn.Module, directory: str | Path, with_reference: bool) -> PeftModel:
@@ -159,7 +163,6 @@ def _adapter_config(directory: Path) -> LoraConfig:
     init = config.init_lora_weights
     unsupported = {
         "use_dora": config.use_dora,
-        "target_parameters": config.target_parameters,
         f"init_lora_weights={init}": str(init).lower().startswith(REWRITES_BASE),
     }
     for name, used in unsupported.items():

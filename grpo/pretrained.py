@@ -150,6 +150,8 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, KeyError):
+            reason = f"its code knows no {reason}"
         if "trust_remote_code" in reason:
             raise UserError(
                 f"--model {name}: it comes with Python code of its own; read that code, then allow "

@@ -22,7 +22,7 @@ import grpo.loop
 import grpo.sft
 from data import Task, task_module
 from grpo.checkpoint import find_checkpoint, folder_position
-from grpo.config import Config, changed_settings, describe, from_json
+from grpo.config import Config, changed_settings, describe, from_json, to_json
 from grpo.errors import UserError
 from grpo.evaluate import Evaluation, evaluate, table
 from grpo.export import save_adapter, save_merged, write_model_card
@@ -63,8 +63,9 @@ def run(config: Config, options, flags: set[str]) -> int:
     at = folder_position(checkpoint) if checkpoint else None
     with (
         Recorder(
-            config,
-            options,
+            config.output_dir,
+            to_json(config, options),
+            resume=config.resume is not None,
             resume_at=at and (("sft", "grpo")[at[0]], at[1]),
         ) as recorder,
         StopRequest() as stop,

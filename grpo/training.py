@@ -7,13 +7,11 @@ leave the weights of the last whole step, saved, and one line that says how to g
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from grpo.checkpoint import (
     load_checkpoint,
@@ -27,7 +25,7 @@ from grpo.errors import UserError
 from grpo.interrupt import StopRequest
 from grpo.optimizer import Optimizer
 from grpo.policy import Policy
-from grpo.record import Recorder
+from grpo.record import Progress, Recorder
 
 
 def step_indices(step: int, count: int, total: int, seed: int) -> list[int]:
@@ -63,7 +61,7 @@ class Training:
     warned: set[str] = field(default_factory=set)
     saved_step: int = 0
     mid_step: bool = False  # whether the weights have moved since the last whole step
-    bar: tqdm | None = None
+    bar: Progress | None = None
 
     def steps(self) -> Iterator[int]:
         """The steps still to do, until the last or a request to stop; then saves."""
@@ -80,7 +78,7 @@ class Training:
         self.mid_step = False
         self.random_before = random_state({"sampling": self.generator})
         self.recorder.metrics(self.stage, self.step, metrics)
-        self.recorder.advance(self.bar, metrics)
+        self.bar.step(metrics)
         if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
             self.save()
 
@@ -96,13 +94,13 @@ class Training:
             kind = "".join(c for c in line if not c.isdigit())
             if kind not in self.warned:
                 self.warned.add(kind)
-                tqdm.write(f"warning (step {self.step + 1}): {line}", file=sys.stderr)
+                self.bar.say(f"warning (step {self.step + 1}): {line}")
 
     # ---- the update, guarded ------------------------------------------------------------------
 
     def require_finite(self, value: float | torch.Tensor, what: str) -> float:
         """The value as a float. If it is not finite: save the last whole step, raise UserError."""
-        number = float(value)
+        number = value.item() if isinstance(value, torch.Tensor) else value
         if not math.isfinite(number):
             self.save()
             raise UserError(

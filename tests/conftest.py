@@ -11,8 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a hub nam
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -24,10 +26,13 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
+from grpo.packing import Group, pack  # noqa: E402
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.set_num_threads(1)  # the shapes are too small to share out
 
+PROMPT, COMPLETIONS = [3, 4, 5], [[6, 7, 8, 2], [9, 10, 2]]
 CASES = Path(__file__).parent / "cases"
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 MARKOV_TOKENS = ["<pad>", "<bos>", "<eos>", "<end>", "a", "b", "c", "d"]
@@ -154,6 +159,38 @@ def build_config(**changes):
     return SimpleNamespace(**{**settings, **changes})
 
 
+def logits(policy):
+    """[completion tokens, V] as training computes them."""
+    batch = pack([Group(PROMPT, COMPLETIONS, [0, 1])], "cpu")
+    hidden = policy.hidden_states(batch.input_ids, batch.position_ids, batch.layout)[0]
+    return policy.head(hidden[batch.source])
+
+
+def plain_logits(model, prompt=tuple(PROMPT), completions=tuple(COMPLETIONS)):
+    """The same by transformers' own forward pass, one row at a time."""
+    rows = [
+        model(torch.tensor([[*prompt, *c]])).logits[0, len(prompt) - 1 : -1] for c in completions
+    ]
+    return torch.cat(rows)
+
+
+def shake(parameters, seed=0):
+    """Random adapter weights: what training would have made of them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def save_trained_adapter(model_directory, directory, **changes):
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **changes}
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    peft_model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    shake({n: p for n, p in peft_model.named_parameters() if p.requires_grad})
+    peft_model.save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.fixture
 def make_model():
     return build_model
@@ -185,3 +222,8 @@ def saved_model(tmp_path):
         return str(directory)
 
     return save
+
+
+@pytest.fixture
+def base(saved_model):
+    return saved_model("qwen2")

@@ -4,11 +4,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KINDS, build_config
+from conftest import (
+    KINDS,
+    PROMPT,
+    build_config,
+    build_tokenizer,
+    logits,
+    plain_logits,
+    save_trained_adapter,
+    shake,
+)
 from peft import PeftModel
-from safetensors import safe_open
-from test_policy import PROMPT, logits, plain_logits, save_trained_adapter, shake
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 import grpo.export
 from grpo.errors import UserError
@@ -81,6 +95,20 @@ def test_merged_of_a_4_bit_base_answers_as_the_policy_did(saved_model, tmp_path)
         assert logits(policy).equal(expected)
 
 
+def test_merged_mixture_of_experts_has_every_experts_adapter(tmp_path):
+    """peft wraps the experts as parameters of one module, one wrapper within the other."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.5}
+    config = MixtralConfig(**sizes, **heads, **ends, num_local_experts=4, num_experts_per_tok=2)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    policy, expected = moved(model=str(tmp_path / "model"), lora_rank=4)
+    assert any("experts" in name for name in policy.trainable_parameters())
+    save_merged(policy, tmp_path / "merged")
+    assert merged_logits(tmp_path / "merged").allclose(expected, atol=1e-4)
+
+
 def test_merged_of_full_fine_tuning(saved_model, tmp_path):
     policy, expected = moved(model=saved_model("gpt2"))
     save_merged(policy, tmp_path / "merged")
@@ -103,8 +131,8 @@ def test_merged_brings_nothing_of_ours_along(saved_model, tmp_path):
     config = json.loads(text)
     assert "grpo" not in text
     assert config["attention_dropout"] == 0.3 and config.get("use_cache", True)
-    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as weights:
-        assert not any("lora" in name or "base_layer" in name for name in weights.keys())
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    assert not any("lora" in name or "base_layer" in name for name in weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = torch.tensor([PROMPT])
     longer = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
