@@ -11,6 +11,7 @@ algorithm is in grpo/loop.py; this file only puts the parts together.
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from grpo.config import parse
@@ -21,12 +22,17 @@ def main(argv: list[str]) -> int:
     """Exit status: 0 when done, 2 for a mistake of the user's, 130 when stopped by a signal."""
     try:
         config, options, flags = parse(argv)  # before torch is imported: a typo is told at once
+        # It comes with peft, and warns when it is imported that it lacks an optional package.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         from grpo.run import dry_run, run
 
         return (dry_run if config.dry_run else run)(config, options, flags)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

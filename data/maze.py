@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data import Example, Task
 from data.maze_grid import (
@@ -133,6 +134,7 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
         failure_reason=failure_reason,
         alarms=alarms,
         new_tokens=maze_tokens(size),
+        draw=draw_answers,
     )
 
 
@@ -300,3 +302,11 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
     if unclosed > UNCLOSED_SHARE * len(batch):
         lines.append(f"{unclosed} of {len(batch)} outputs never close their thinking with {CLOSE}")
     return lines
+
+
+def draw_answers(path: Path, answers: Sequence) -> None:
+    """A contact sheet of evaluated mazes: the way walked, green if solved, else red with why not."""
+    from data.maze_pictures import save_contact_sheet  # PIL is needed here alone
+
+    items = [(a.example.answer.maze, walk_of(a.text, a.example)) for a in answers]
+    save_contact_sheet(path, items, reasons=[a.reason for a in answers])

@@ -74,7 +74,7 @@ def save_checkpoint(
         shutil.rmtree(writing, ignore_errors=True)  # of a run that was killed here
         writing.mkdir(parents=True)
         _write_files(writing, stage, step, tensors, state)
-        _set_aside_later(folder, position(stage, step))
+        set_aside_from(run_dir, position(stage, step))
         os.rename(writing, final)
         _sync(folder)
     except (OSError, SafetensorError) as error:
@@ -123,12 +123,13 @@ def _storable(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ready
 
 
-def _set_aside_later(folder: Path, here: tuple[int, int]) -> None:
-    """Whoever goes back to an older checkpoint leaves the later ones: they are no longer newest.
+def set_aside_from(run_dir: str | Path, here: tuple[int, int]) -> None:
+    """Whoever goes back to an older checkpoint leaves those from `here` on: they are not newest.
 
     They are renamed, not deleted: nothing that was saved is lost.
     """
-    for path in list(folder.iterdir()):
+    folder = Path(run_dir) / "checkpoints"
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
         there = folder_position(path)
         if there is not None and there >= here:
             aside = folder / (SET_ASIDE + path.name)

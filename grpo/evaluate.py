@@ -1,4 +1,4 @@
-"""Evaluation on held-out examples: greedy accuracy, pass@k, by level, with the reasons for failure."""
+"""Evaluation on held-out examples: greedy accuracy, pass@k, by level, and why answers failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 128  # prompts a call of the generator: bounds the cache, and the work a
 
 @dataclass
 class Answer:
-    """One example with the model's greedy completion and, for pass@k, how many samples were right."""
+    """An example, the model's greedy completion and, for pass@k, how many samples were right."""
 
     example: Example
     text: str
@@ -64,8 +64,9 @@ class Evaluation:
         }
         if self.samples > 1:
             result["samples"] = self.samples
-            result[f"pass@{self.samples}"] = sum(a.samples_correct > 0 for a in self.answers) / count
-            result["pass@1"] = sum(a.samples_correct for a in self.answers) / count / self.samples
+            right_samples, asked = [a.samples_correct for a in self.answers], max(count, 1)
+            result[f"pass@{self.samples}"] = sum(n > 0 for n in right_samples) / asked
+            result["pass@1"] = sum(right_samples) / (asked * self.samples)
         return result
 
 
@@ -138,9 +139,10 @@ def table(evaluations: dict[str, dict]) -> str:
     all (4)             50.0%
     """
     names = list(evaluations)
-    first = next(iter(evaluations.values()))
-    rows = [("all", None), *((level, level) for level in first["levels"])]
-    width = max(len(f"{label} ({first['examples']})") for label, _ in rows) + 6
+    most = max(e["examples"] for e in evaluations.values())
+    levels = dict.fromkeys(level for e in evaluations.values() for level in e["levels"])
+    rows = [("all", None), *((level, level) for level in levels)]
+    width = max(len(f"{label} ({most})") for label, _ in rows) + 6
     lines = [" " * width + "".join(f"{n:>12}" for n in names)]
     for label, level in rows:
         cells = [e if level is None else e["levels"].get(level) for e in evaluations.values()]

@@ -8,6 +8,7 @@ depend on which other rows happen to be in flight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,7 +66,8 @@ def generate(
     """[P] prompts → [P][G] completions; `on_finish(1)` is called as each row ends.
 
     generator: on the CPU, read only when `sampling` draws. max_rows: rows decoded together.
-    Raises UserError for an empty prompt or one that leaves no room for max_new_tokens.
+    Raises UserError for an empty prompt, one that leaves no room for max_new_tokens, and a model
+    that answers NaN.
     """
     _check(prompts, max_new_tokens, policy.context_length)
     rows = len(prompts) * num_generations
@@ -80,6 +82,12 @@ def generate(
         if decoding.active:
             decoding.step()
     flat = decoding.completions
+    if not all(math.isfinite(p) for c in flat for p in c.logprobs):
+        # Rows of a broken model are all alike: GRPO would see no spread and go on without a word.
+        raise UserError(
+            "the model's probabilities are not numbers (NaN): its weights are broken, or its "
+            "precision is too low; go back to a checkpoint, or try --dtype float32"
+        )
     return [flat[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
@@ -203,7 +211,7 @@ class _Decoding:
         self._append(self.policy.head(hidden[:, 0]), first=0)
 
     def _append(self, logits: torch.Tensor, first: int):
-        """Sample a token for the active rows from `first` on, [A - first, V]; retire the finished."""
+        """Sample a token for active rows from `first` on, [A - first, V]; retire the finished."""
         rows = self.active[first:]
         uniforms = None
         if self.sampling.temperature > 0:

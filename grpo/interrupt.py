@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-import sys
+
+
+class Stopped(Exception):
+    """A stop was asked for in the middle of something that is simply done again after a resume."""
 
 
 class StopRequest:
     """`with StopRequest() as stop:` makes the first signal set `stop.requested`; the second kills.
 
-    The loop looks at `requested` between steps, so that no step is left half done.
+    The loop looks at `requested` between steps, so that no step is left half done; an evaluation
+    calls `check`, which raises Stopped.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -17,15 +23,21 @@ class StopRequest:
     def __init__(self):
         self.requested = False
 
-    def __enter__(self):
+    def __enter__(self) -> StopRequest:
         self._before = {s: signal.signal(s, self._ask) for s in self.SIGNALS}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def check(self) -> None:
+        if self.requested:
+            raise Stopped
 
     def _ask(self, number, frame):
         self.requested = True
         signal.signal(number, self._before[number])
-        print("\nfinishing this step, then saving (once more to quit at once)", file=sys.stderr)
+        # print() may not be called while the program is inside another print(), as it may be here.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing this step, then saving (once more to quit at once)\n")

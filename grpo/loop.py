@@ -70,6 +70,9 @@ def train(
             rollout.rewards, config.num_generations, config.scale_rewards
         ).to(policy.device)
         rollout.advantages = advantages.tolist()
+        # Shown before the update: whatever fails in here costs no step that was trained.
+        run.keep_completions(completion_rows(rollout))
+        run.warn(task.alarms(list(zip(rollout.texts, rollout.examples, strict=True))))
 
         # ---- Pack. A prompt once a group, no padding, and nothing that cannot teach.
         groups, rows, tokens = learnable_groups(rollout, config)
@@ -122,8 +125,6 @@ def train(
 
         # ---- Report.
         now = time.perf_counter()
-        run.keep_completions(completion_rows(rollout))
-        run.warn(task.alarms(list(zip(rollout.texts, rollout.examples, strict=True))))
         run.finish_step(
             rollout_metrics(rollout, config.num_generations)
             | update_metrics(sums, config.num_iterations)
@@ -140,7 +141,7 @@ def train(
 
 def grpo_loss(
     logp: torch.Tensor,  # [N, C], carries the gradient
-    old_logp: torch.Tensor | None,  # [N, C]; None: this is the first update since the rollout, ratio 1
+    old_logp: torch.Tensor | None,  # [N, C]; None: the first update since the rollout, ratio 1
     ref_logp: torch.Tensor | None,  # [N, C]; None: no KL
     advantages: torch.Tensor,  # [N]
     mask: torch.Tensor,  # [N, C] bool
@@ -248,4 +249,3 @@ def fixed_logprobs(policy: Policy, batch: PackedBatch, config: Config):
         with policy.reference_mode():
             ref_logp, _ = completion_logprobs(policy, batch, config.temperature)
     return old_logp, ref_logp
-

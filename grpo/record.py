@@ -10,13 +10,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,64 @@ from grpo.errors import UserError
 
 # The progress bar: the reward (SFT: the loss) comes first, then these. GRPO's loss says nothing.
 SHOWN = ("grad_norm", "reward_std", "kl", "completions/mean_length", "step_time")
+# A fresh run would take these for its own.
+PARTS = ("metrics.jsonl", "results.json", "checkpoints", "sft", "grpo")
+
+
+def check_output(run_dir: Path, resume: bool, needed_bytes: int = 0) -> None:
+    """Raise UserError for a folder that a run could not write to; it is made, and nothing more."""
+    where = f"--output-dir {run_dir}"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"{where}: the output folder is an ordinary file; give another name")
+    if not resume and (run_dir / "config.json").exists():
+        raise UserError(
+            f"{where}: this output folder holds a run; --resume {run_dir} goes on with "
+            "it, another name starts a new one"
+        )
+    if not resume and (found := [n for n in PARTS if (run_dir / n).exists()]):
+        raise UserError(
+            f"{where}: this output folder has a {found[0]} of something else; give another name"
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".probe"
+        probe.write_text("can this folder be written to?")
+        probe.unlink()
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    free = shutil.disk_usage(run_dir).free
+    if needed_bytes > free:
+        raise UserError(
+            f"{where}: too little space on the output folder's disk: {free / 1e9:.1f} GB are "
+            f"free, the run needs about {needed_bytes / 1e9:.1f} GB; free some, or keep fewer "
+            "checkpoints (--keep-checkpoints)"
+        )
+
+
+@contextlib.contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Inside, no other process can work in this folder, which exists; the system ends the claim.
+
+    Raises UserError if another one is at work there. A folder that is still empty at the end is
+    removed: whoever corrects a mistake found at the start can use its name again.
+    """
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise UserError(
+            f"--output-dir {run_dir}: another run is at work in this output folder; wait for it, "
+            "stop it, or give another name"
+        ) from None
+    except OSError:
+        pass  # a network disk without locks: then nothing is claimed
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()  # fails unless it is empty
+        os.close(folder)
 
 
 class Recorder:
@@ -54,10 +114,13 @@ class Recorder:
         self.run_dir = Path(run_dir)
         self.resume_at = resume_at
         self._boards: dict[str, Any] = {}
-        self._prepare_directory(resume)
-        self._check_space(needed_bytes)
+        check_output(self.run_dir, resume, needed_bytes)
         if resume:
             self._cut_metrics()
+        try:
+            (self.run_dir / "completions").mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.run_dir, error) from error
         _write_aside(self.run_dir / "config.json", config_json)
         self._metrics = os.open(
             self.run_dir / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
@@ -78,33 +141,6 @@ class Recorder:
         self._metrics = -1
 
     # -- at the start ---------------------------------------------------------------------------
-
-    def _prepare_directory(self, resume: bool) -> None:
-        where = f"--output-dir {self.run_dir}"
-        if self.run_dir.exists() and not self.run_dir.is_dir():
-            raise UserError(f"{where}: the output folder is an ordinary file; give another name")
-        if not resume and (self.run_dir / "config.json").exists():
-            raise UserError(
-                f"{where}: this output folder holds a run; --resume {self.run_dir} goes on with "
-                "it, another name starts a new one"
-            )
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "completions").mkdir(exist_ok=True)
-            probe = self.run_dir / ".probe"
-            probe.write_text("can this folder be written to?")
-            probe.unlink()
-        except OSError as error:
-            raise _cannot_write(self.run_dir, error) from error
-
-    def _check_space(self, needed: int) -> None:
-        free = shutil.disk_usage(self.run_dir).free
-        if needed > free:
-            raise UserError(
-                f"--output-dir {self.run_dir}: too little space on the output folder's disk: "
-                f"{free / 1e9:.1f} GB are free, the run needs about {needed / 1e9:.1f} GB; free "
-                "some, or keep fewer checkpoints (--keep-checkpoints)"
-            )
 
     def _cut_metrics(self) -> None:
         """Keep the lines up to the step that is resumed from; a torn last line goes too."""
@@ -132,7 +168,7 @@ class Recorder:
             for name, value in numbers.items():
                 board.add_scalar(name, value, step)
         except OSError as error:  # its writer thread reports a full disk at a later call
-            raise _cannot_write(self.run_dir / "tensorboard", error) from error
+            raise cannot_write(self.run_dir / "tensorboard", error) from error
 
     def _append(self, line: bytes) -> None:
         """All of the line or nothing of it."""
@@ -143,7 +179,7 @@ class Recorder:
                 raise OSError(errno.ENOSPC, "No space left on device")
         except OSError as error:
             os.ftruncate(self._metrics, size)
-            raise _cannot_write(self.run_dir / "metrics.jsonl", error) from error
+            raise cannot_write(self.run_dir / "metrics.jsonl", error) from error
 
     def _board(self, stage: str) -> Any:
         """The TensorBoard writer of a stage. Each has a folder: their steps would collide."""
@@ -175,12 +211,15 @@ class Recorder:
     def result(self, key: str, value: Any) -> None:
         """Set one entry of results.json, such as "after_sft"; the others stay."""
         path = self.run_dir / "results.json"
-        try:
-            results = json.loads(path.read_bytes()) if path.exists() else {}
-            results[key] = value
-        except (ValueError, TypeError, OSError):
-            raise UserError(f"{path}: not the JSON of results; move it away to go on") from None
+        results = {**read_results(self.run_dir), key: value}
         _write_aside(path, json.dumps(results, indent=2) + "\n")
+
+    def keep_results(self, names: Iterable[str]) -> None:
+        """Leave only these entries in results.json: of the others, the run has gone back."""
+        path, names, results = self.run_dir / "results.json", set(names), read_results(self.run_dir)
+        if not names >= results.keys():
+            kept = {name: value for name, value in results.items() if name in names}
+            _write_aside(path, json.dumps(kept, indent=2) + "\n")
 
     def progress(self, stage: str, total: int, initial: int = 0) -> Progress:
         """A progress bar over the steps of a stage; initial: the steps done before a resume."""
@@ -193,8 +232,17 @@ class Recorder:
         try:
             draw_curves(lines, path, title or self.run_dir.name)
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
         return path
+
+
+def read_results(run_dir: Path) -> dict[str, Any]:
+    """results.json, {} if there is none yet."""
+    path = run_dir / "results.json"
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (ValueError, TypeError, OSError):
+        raise UserError(f"{path}: not the JSON of results; move it away to go on") from None
 
 
 class Progress:
@@ -263,11 +311,15 @@ def _write_aside(path: Path, text: str) -> None:
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def disk_is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    if disk_is_full(error):
         why = "no space left on the device; free some, then go on with --resume"
     else:
         why = f"cannot be written ({error.strerror}); give another --output-dir"

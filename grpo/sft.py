@@ -67,5 +67,7 @@ def supervised_group(policy: Policy, example: Example, row: int, config: Config)
     if not example.target:
         raise UserError("an SFT example has no target: the task gives none for this setting")
     prompt = render_prompt(policy.tokenizer, example.messages, config.prompt_format)
+    if not prompt:
+        raise UserError("an SFT example has an empty prompt: nothing would predict its first token")
     target = encode_target(policy.tokenizer, example.target) + [policy.end_token_id]
     return Group(prompt, [target], [row])

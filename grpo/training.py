@@ -6,7 +6,9 @@ leave the weights of the last whole step, saved, and one line that says how to g
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,11 +105,12 @@ class Training:
         number = value.item() if isinstance(value, torch.Tensor) else value
         if not math.isfinite(number):
             self.save()
+            kept = f"the weights after step {self.saved_step} are saved"
             raise UserError(
                 f"step {self.step + 1} of {self.stage}: the {what} is {number}; it was not trained "
-                f"on, and the weights after step {self.saved_step} are saved. Lower the learning "
-                "rate or look at the rewards, then go on: python train.py --resume "
-                f"{self.recorder.run_dir}"
+                f"on, and {kept if self.saved_step else 'nothing was trained before'}. Lower the "
+                "learning rate or look at the rewards, then go on: python train.py --resume "
+                f"{shlex.quote(str(self.recorder.run_dir))}"
             )
         return number
 
@@ -120,6 +123,16 @@ class Training:
         return norm
 
     # ---- saving and resuming ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """Whatever ends the stage before its time, the last whole step is saved first."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(UserError):  # the first failure is the one to tell
+                self.save()
+            raise
 
     def save(self) -> None:
         """Write a checkpoint of the last whole step, unless that is on the disk already.

@@ -43,7 +43,8 @@ def rows_of(layout):
     for length in layout.prompt_lengths + layout.completion_lengths:
         starts.append(list(range(at, at + length)))
         at += length
-    prompts, completions = starts[: len(layout.prompt_lengths)], starts[len(layout.prompt_lengths) :]
+    count = len(layout.prompt_lengths)
+    prompts, completions = starts[:count], starts[count:]
     return prompts, [prompts[p] + c for p, c in zip(layout.of_prompt, completions, strict=True)]
 
 
@@ -157,7 +158,8 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
     own = [heads(n + 1, seed=10 + row) for row, n in enumerate(row_lengths)]
     for row, (_, own_key, own_value) in enumerate(own):
         n = row_lengths[row]
-        cache.row[0, 0, row, :, :n], cache.row[0, 1, row, :, :n] = own_key[0, :, :n], own_value[0, :, :n]
+        cache.row[0, 0, row, :, :n] = own_key[0, :, :n]
+        cache.row[0, 1, row, :, :n] = own_value[0, :, :n]
     layout = DecodeLayout(cache, prompt_lengths, of_prompt, row_lengths, device=CPU)
     new = [torch.cat([x[i][:, :, -1:] for x in own]) for i in range(3)]  # [A, H or K, 1, D]
     out = attention(Layer, *new, None, layout=layout)[0]

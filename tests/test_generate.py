@@ -18,6 +18,8 @@ from tiny import (
 import grpo.generate
 from grpo.errors import UserError
 from grpo.generate import Sampling, generate
+from grpo.logprobs import completion_logprobs
+from grpo.packing import Group, pack
 from grpo.policy import load_policy
 from grpo.sampling import sample
 from grpo.tokenizer import completion_text
@@ -58,7 +60,12 @@ def test_case_with_values(name):
     assert len(calls) <= expected.get("max_model_calls", len(calls))
 
 
-ALONE = ["eos/inside-the-prompt", "padding/ragged-gpt2", "padding/ragged-llama", "padding/any-split"]
+ALONE = [
+    "eos/inside-the-prompt",
+    "padding/ragged-gpt2",
+    "padding/ragged-llama",
+    "padding/any-split",
+]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -192,9 +199,8 @@ def test_greedy_is_transformers_generate(kind, stop):
 def test_every_stop_id_stops():
     """With only the first of several ids honoured, the others' rows all run into the limit."""
     policy = policy_of(build_markov("grpo"), [2, 3])
-    rows = [g[0] for g in draw(policy, [[1]], 200, 40, max_rows=64)[0:1]][0:1]
     (group,) = draw(policy, [[1]], 200, 40)
-    assert rows and {c.token_ids[-1] for c in group if c.finish_reason == "stop"} == {2, 3}
+    assert {c.token_ids[-1] for c in group if c.finish_reason == "stop"} == {2, 3}
     assert all(not {2, 3} & set(c.token_ids[:-1]) for c in group)
 
 
@@ -313,6 +319,28 @@ def test_sampler_and_scorer_agree_in_float32(kind, sampling):
             assert row.logprobs == pytest.approx(scored.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_sampler_and_scorer_agree_in_bfloat16(kind):
+    """Logits of a few nats, as real models have them: at most 0.1, on average 0.02 of a nat.
+
+    (Measured on these models: 0.04 and 0.006. The two paths round in different places.)
+    """
+    policy = tiny_policy(kind, dtype=torch.bfloat16, initializer_range=0.2)
+    prompts = ragged_prompts(5, seed=5)
+    found = draw(policy, prompts, 4, 8)
+    groups = [
+        Group(p, [c.token_ids for c in g], list(range(4)))
+        for p, g in zip(prompts, found, strict=True)
+    ]
+    batch = pack(groups, "cpu")
+    scored, _ = completion_logprobs(policy, batch, 1.0)
+    assert scored.dtype == torch.float32
+    sampled = torch.tensor([p for g in found for c in g for p in c.logprobs])
+    gap = (scored[batch.mask] - sampled).abs()
+    assert gap.max() < 0.1 and gap.mean() < 0.02
+
+
 def test_a_models_generation_config_is_not_obeyed_in_secret():
     """model.generate applies its generation config's top_k; the scorer knows nothing of it."""
     policy = tiny_policy()
@@ -372,17 +400,17 @@ def test_the_generator_moves_by_the_table_alone():
 
 
 def test_greedy_asks_for_no_randomness():
-    generator = torch.Generator().manual_seed(3)
-    before, outside = generator.get_state(), torch.get_rng_state()
-    generate(tiny_policy(), [[5]], 2, 6, Sampling(0.0), generator)
+    policy, generator = tiny_policy(), torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    generate(policy, [[5]], 2, 6, Sampling(0.0), generator)
     assert torch.equal(before, generator.get_state())
-    draw(tiny_policy(), [[5]], 2, 6)
-    tiny_policy()  # build_model seeds the global generator: put it back
-    torch.set_rng_state(outside)
-    draw_policy = tiny_policy()
+
+
+def test_the_global_random_state_is_left_alone():
+    policy = tiny_policy()
     outside = torch.get_rng_state()
-    draw(draw_policy, [[5]], 2, 6)
-    assert torch.equal(outside, torch.get_rng_state()), "nor is the global generator touched"
+    draw(policy, [[5]], 2, 6)
+    assert torch.equal(outside, torch.get_rng_state())
 
 
 def test_text_for_the_rewards_ends_before_the_stop_token(make_tokenizer):

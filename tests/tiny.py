@@ -104,10 +104,11 @@ def share_of(letter):
 class ListRecorder:
     """Keeps what a run reports in lists."""
 
-    def __init__(self, run_dir="unused"):
+    def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
         self.lines: list[dict] = []
         self.kept: list[tuple[str, int, list[dict]]] = []
+        self.said: list[str] = []
 
     def metrics(self, stage, step, values):
         self.lines.append({"stage": stage, "step": step, **values})
@@ -117,10 +118,7 @@ class ListRecorder:
 
     @contextmanager
     def progress(self, stage, total, initial=0):
-        yield SimpleNamespace(step=lambda metrics: None, say=lambda line: None)
-
-    def advance(self, bar, metrics):
-        pass
+        yield SimpleNamespace(step=lambda metrics: None, say=self.said.append)
 
 
 def settings(**changes) -> Config:
@@ -146,9 +144,9 @@ def settings(**changes) -> Config:
     return Config(**{**small, **changes})
 
 
-def training_of(policy, config, stage="grpo", run_dir="unused", recorder=None) -> Training:
-    """What run.begin makes, around a recorder of lists."""
-    return Training(
+def training_of(policy, config, stage="grpo", run_dir=None) -> Training:
+    """A stage's training around a recorder of lists; without run_dir it saves nothing."""
+    run = Training(
         stage=stage,
         policy=policy,
         optimizer=build_optimizer(
@@ -157,12 +155,15 @@ def training_of(policy, config, stage="grpo", run_dir="unused", recorder=None) -
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
         ),
-        recorder=recorder or ListRecorder(run_dir),
+        recorder=ListRecorder(run_dir or "nowhere"),
         config=config,
         total_steps=config.max_steps if stage == "grpo" else config.sft_steps,
         stop=SimpleNamespace(requested=False),
         generator=torch.Generator().manual_seed(config.seed),
     )
+    if run_dir is None:
+        run.save = lambda: None
+    return run
 
 
 def weights_of(policy) -> dict[str, torch.Tensor]:

@@ -1,0 +1,274 @@
+"""The stages of a run, each from its policy to its evaluation.
+
+Which stages come next is read off the run's folder: results.json says which models are finished
+and judged, checkpoints/ has the unfinished stage. Nothing in the folder changes until the model is
+loaded and, in a resumed run, has taken the checkpoint's weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import grpo.loop
+import grpo.sft
+from data import Task
+from grpo.checkpoint import STAGES, folder_position, position, set_aside_from
+from grpo.config import Config, to_json
+from grpo.errors import UserError
+from grpo.evaluate import Evaluation, evaluate
+from grpo.export import save_adapter, save_merged, write_model_card
+from grpo.interrupt import Stopped, StopRequest
+from grpo.optimizer import build_optimizer
+from grpo.policy import SCRATCH, Policy, load_policy
+from grpo.record import Recorder, read_results
+from grpo.startup import check_prompts, trained_stages
+from grpo.supported import check_supported
+from grpo.training import Training
+
+START, AFTER_SFT, AFTER_GRPO = "start", "after_sft", "after_grpo"
+STAGE = {AFTER_SFT: "sft", AFTER_GRPO: "grpo"}
+MODEL = {AFTER_SFT: "sft", AFTER_GRPO: "grpo/merged"}  # where in the run's folder
+UNTRAINED_TOKENS = 64  # a fresh model seldom stops; its completions are judged by so many tokens
+
+
+@dataclass
+class Run:
+    """What the stages share."""
+
+    config: Config
+    options: object
+    task: Task
+    scratch_tokens: list[str] | None
+    checkpoint: Path | None  # to go on from
+    stop: StopRequest
+    open_files: ExitStack
+    recorder: Recorder | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def results(self) -> dict[str, dict]:
+        """results.json up to the checkpoint that the run goes on from."""
+        return results_until(self.folder, None if self.recorder else self.checkpoint)
+
+
+# ---- the stages ---------------------------------------------------------------------------------
+
+
+def evaluate_start(this: Run) -> None:
+    """The evaluation that the others are compared with."""
+    policy = start_policy(this, this.config, with_reference=False)
+    open_recorder(this)
+    evaluate_as(START, this, policy, 0)
+
+
+def evaluate_saved(name: str, this: Run) -> None:
+    """Judge a model that this run has finished and, for a stop or by its settings, not judged."""
+    model = this.folder / MODEL[name]
+    plain = replace(this.config, model=str(model), adapter=None, quantize="none")
+    policy = start_policy(this, plain, with_reference=False)
+    open_recorder(this)
+    evaluate_as(name, this, policy, this.results[name]["step"])
+    write_cards(this, policy, [model])
+    this.recorder.curves()
+
+
+def sft_stage(this: Run) -> None:
+    """The cold start. Its adapter is merged, so that GRPO begins at its own reference: KL is 0."""
+    config, target = this.config, this.folder / MODEL[AFTER_SFT]
+    if this.checkpoint and folder_position(this.checkpoint) >= position("grpo", 0):
+        raise UserError(
+            f"--sft-steps {config.sft_steps}: GRPO has begun already, and SFT comes before it; "
+            "start a new run, or resume one of this run's checkpoints of SFT"
+        )
+    policy = start_policy(this, config, with_reference=False)  # there is no KL in SFT
+    training = begin(this, "sft", policy, config.sft_steps)
+    with training.saved_on_failure():
+        grpo.sft.train(policy, this.task, config, training)
+    this.stop.check()
+    save_merged(policy, target)
+    finish(AFTER_SFT, this, policy, training.step, [target])
+
+
+def grpo_stage(this: Run) -> None:
+    """GRPO from the cold start's model if there is one in the run, else from config.model."""
+    config, target = this.config, this.folder / "grpo"
+    if AFTER_SFT in this.results:
+        # That model has the adapter in its weights already.
+        config = replace(config, model=str(this.folder / MODEL[AFTER_SFT]), adapter=None)
+    elif this.checkpoint and folder_position(this.checkpoint)[0] == STAGES.index("sft"):
+        raise UserError(
+            f"--stage grpo: the SFT of {this.folder} is not finished; resume it with --stage all"
+        )
+    policy = start_policy(this, config, with_reference=True)
+    training = begin(this, "grpo", policy, config.max_steps)
+
+    def evaluate_now():
+        try:
+            found = judge(this, policy)
+        except Stopped:  # the loop ends at once, and saves
+            return
+        this.recorder.metrics("grpo", training.step, {"eval/accuracy": found.accuracy})
+
+    with training.saved_on_failure():
+        grpo.loop.train(policy, this.task, config, training, evaluate_now)
+    this.stop.check()
+    exports = [target / "adapter"] * policy.has_adapter + [target / "merged"]
+    if policy.has_adapter:
+        save_adapter(policy, target / "adapter")
+    save_merged(policy, target / "merged")
+    finish(AFTER_GRPO, this, policy, training.step, exports)
+
+
+# ---- the parts of a stage -----------------------------------------------------------------------
+
+
+def start_policy(this: Run, config: Config, with_reference: bool) -> Policy:
+    """The policy that these settings describe, checked."""
+    tokens, new_tokens = this.scratch_tokens, this.task.new_tokens
+    policy = load_policy(config, tokens, new_tokens, with_reference=with_reference)
+    check_supported(policy, config.max_prompt_length + config.max_completion_length)
+    check_prompts(config, this.task, policy)
+    return policy
+
+
+def open_recorder(this: Run) -> Recorder:
+    """From here on the folder changes. Whatever is later than the checkpoint is set aside."""
+    if this.recorder is None:
+        kept = this.results
+        # Without a checkpoint, the line of step 0 is that of the evaluation of the start.
+        at = folder_position(this.checkpoint) if this.checkpoint else position(first_stage(this), 0)
+        recorder = Recorder(
+            this.folder,
+            to_json(this.config, this.options),
+            resume=bool(this.config.resume),
+            resume_at=(STAGES[at[0]], at[1]) if this.config.resume else None,
+        )
+        this.recorder = this.open_files.enter_context(recorder)
+        if this.config.resume:
+            recorder.keep_results(kept)
+            set_aside_from(this.folder, (at[0], at[1] + 1))
+    return this.recorder
+
+
+def begin(this: Run, stage: str, policy: Policy, steps: int) -> Training:
+    """A stage's training, restored if the run goes on from a checkpoint of this stage."""
+    config = this.config
+    optimizer = build_optimizer(
+        policy.trainable_parameters(),
+        kind=config.optimizer,
+        betas=(config.adam_beta1, config.adam_beta2),
+        weight_decay=config.weight_decay,
+    )
+    training = Training(
+        stage=stage,
+        policy=policy,
+        optimizer=optimizer,
+        recorder=this.recorder,
+        config=config,
+        total_steps=steps,
+        stop=this.stop,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    if this.checkpoint and folder_position(this.checkpoint)[0] == STAGES.index(stage):
+        training.restore(this.checkpoint)
+        print(f"{stage}: going on from {this.checkpoint}", file=sys.stderr)
+    training.recorder = open_recorder(this)
+    return training
+
+
+def finish(name: str, this: Run, policy: Policy, step: int, exports: list[Path]) -> None:
+    """The models of a stage are on the disk: note it, judge, and write their cards."""
+    this.recorder.result(name, {"step": step})
+    write_cards(this, policy, exports)
+    if this.config.eval_examples:
+        evaluate_as(name, this, policy, step)
+        write_cards(this, policy, exports)
+    this.recorder.curves()
+
+
+def write_cards(this: Run, policy: Policy, folders: list[Path]) -> None:
+    settings = {**asdict(this.config), **asdict(this.options)}
+    for folder in folders:
+        write_model_card(folder, policy, this.task.name, settings, this.results)
+
+
+# ---- evaluations and results --------------------------------------------------------------------
+
+
+def judge(this: Run, policy: Policy, label: str = "eval", tokens: int | None = None) -> Evaluation:
+    """Evaluate the policy on the held-out examples, with a progress bar."""
+    config = this.config
+    examples = this.task.evaluation[: config.eval_examples]
+    rows = len(examples) * (1 + (config.eval_samples if config.eval_samples > 1 else 0))
+    every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file gets a line now and then
+
+    def on_finish(finished: int) -> None:
+        bar.update(finished)
+        this.stop.check()
+
+    with tqdm(total=rows, desc=label, unit="row", leave=False, mininterval=every) as bar:
+        return evaluate(
+            policy,
+            this.task,
+            examples,
+            max_new_tokens=tokens or config.max_completion_length,
+            prompt_format=config.prompt_format,
+            max_rows=config.rollout_rows,
+            samples=config.eval_samples,
+            temperature=config.temperature,
+            seed=config.seed,
+            on_finish=on_finish,
+        )
+
+
+def evaluate_as(name: str, this: Run, policy: Policy, step: int) -> None:
+    """Evaluate, and keep the summary in results.json and every answer in evaluations/."""
+    config, tokens = this.config, None
+    if name == START and config.model == SCRATCH:
+        tokens = min(config.max_completion_length, UNTRAINED_TOKENS)
+    found = judge(this, policy, f"eval {name}", tokens)
+    folder = this.folder / "evaluations"
+    folder.mkdir(exist_ok=True)
+    with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+        for answer in found.answers:
+            row = {
+                "prompt": answer.example.messages,
+                "completion": answer.text,
+                "correct": answer.correct,
+                "reason": answer.reason,
+                "level": answer.example.level,
+                "tokens": answer.tokens,
+                "samples_correct": answer.samples_correct,
+            }
+            file.write(json.dumps(row) + "\n")
+    if this.task.draw is not None:
+        this.task.draw(folder / f"{name}.png", found.answers)
+    stage = STAGE.get(name) or first_stage(this)
+    this.recorder.metrics(stage, step, {"eval/accuracy": found.accuracy})
+    this.recorder.result(name, {"step": step, **found.summary()})
+    print(f"{name}: {found.accuracy:.1%} of {len(found.answers)}", file=sys.stderr)
+
+
+def results_until(folder: Path, checkpoint: Path | None) -> dict[str, dict]:
+    """The entries of results.json that are not later than the checkpoint."""
+    last = folder_position(checkpoint) if checkpoint else position(STAGES[-1], sys.maxsize)
+    return {
+        name: result
+        for name, result in read_results(folder).items()
+        if name not in STAGE or position(STAGE[name], result["step"]) <= last
+    }
+
+
+def first_stage(this: Run) -> str:
+    """The one whose curves the evaluation of the start belongs to, at its step 0."""
+    return next(iter(trained_stages(this.config)), "grpo")

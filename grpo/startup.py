@@ -1,0 +1,138 @@
+"""What a run does before it computes anything: threads, the task, the disk, where to go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import huggingface_hub
+import torch
+import transformers
+from tqdm import tqdm
+
+from data import Example, Task, task_module
+from grpo.checkpoint import find_checkpoint, folder_position
+from grpo.config import Config, changed_settings, from_json
+from grpo.errors import UserError
+from grpo.memory import ModelShape, trainable_parameters
+from grpo.policy import SCRATCH, Policy, load_shape
+from grpo.tokenizer import SCRATCH_TEMPLATE, render_prompt
+
+CHECKED_PROMPTS = 2_000  # lengths of so many prompts of each set are looked up
+LOG_BYTES = 50_000_000  # metrics, TensorBoard, completions and pictures of a long run
+ADAM_BYTES = {"adamw": 8}  # of a weight's two states; 2 if they are held in 8 bits
+
+
+def use_threads(threads: int) -> None:
+    """torch's own default counts hyper-threads, which slow matrix products down."""
+    torch.set_num_threads(threads or physical_cores())
+
+
+def physical_cores() -> int:
+    """Cores that this process may use, two threads of one core counted once."""
+    cores = set()
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    for cpu in usable:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(topology.read_text() if topology.is_file() else str(cpu))
+    return len(cores)
+
+
+def keep_screen_clear() -> None:
+    """Warnings as a line above the bar; no bars of the libraries but those of downloads."""
+    warnings.showwarning = lambda text, *_, **__: tqdm.write(f"warning: {text}", file=sys.stderr)
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.enable_progress_bars()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
+    """The task, and the vocabulary of a model made from scratch for it, if the task has one."""
+    module, tokens = task_module(config.task), None
+    if config.model == SCRATCH and hasattr(module, "scratch_tokens"):
+        tokens = module.scratch_tokens(options)
+    return module.load(options, config.seed, made_from_scratch(config.model)), tokens
+
+
+def made_from_scratch(model: str) -> bool:
+    """Whether the model knows nothing but a task's own tokens: a fresh one, or one of our exports
+    of it, which can be told by its tokenizer's chat template."""
+    template = Path(model) / "chat_template.jinja"
+    return model == SCRATCH or (template.is_file() and template.read_text() == SCRATCH_TEMPLATE)
+
+
+def trained_stages(config: Config) -> list[str]:
+    """Which of "sft" and "grpo" config.stage asks for, in their order."""
+    sft = config.stage in ("sft", "all") and config.sft_steps > 0
+    return ["sft"] * sft + ["grpo"] * (config.stage in ("grpo", "all"))
+
+
+def resume_point(config: Config, options) -> Path | None:
+    """The checkpoint to go on from; says what is passed over and which settings have changed."""
+    given, folder = Path(config.resume), Path(config.output_dir)
+    if folder_position(given) is None and given.resolve() != folder.resolve():
+        raise UserError(
+            f"--resume {given}: neither the folder of a run nor one of its checkpoints; a "
+            "checkpoint that was set aside has to be renamed to <stage>-step-<number> first"
+        )
+    checkpoint, notes = find_checkpoint(given)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    saved = folder / "config.json"
+    before = from_json(saved.read_text("utf-8"), str(saved))
+    for line in changed_settings(before, (config, options)):
+        print(f"warning: another setting than before the stop: {line}", file=sys.stderr)
+    if checkpoint is not None and folder_position(checkpoint)[0] < 0:
+        raise UserError(f"--resume {checkpoint}: a checkpoint of no stage that this program knows")
+    return checkpoint
+
+
+def disk_needed(config: Config, scratch_tokens: list[str] | None) -> int:
+    """Bytes that the run will still write, roughly: checkpoints, exported models, logs."""
+    stages = len(trained_stages(config))
+    if not stages:
+        return LOG_BYTES
+    shape, weight_bytes = load_shape(config, scratch_tokens)
+    models = (shape.linear_parameters + shape.other_parameters) * weight_bytes
+    # One more than are kept: the next is whole before the oldest goes.
+    checkpoints = (config.keep_checkpoints + 1) * checkpoint_bytes(config, shape, weight_bytes)
+    folder = Path(config.output_dir)
+    there = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if config.resume else 0
+    return max(0, stages * (checkpoints + models) - there) + LOG_BYTES
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape, weight_bytes: int) -> int:
+    """The trained weights, in float32 too if the model holds fewer bits, and AdamW's states."""
+    masters = 4 if config.lora_rank > 0 or weight_bytes == 4 else weight_bytes + 4
+    return trainable_parameters(shape, config) * (masters + ADAM_BYTES.get(config.optimizer, 2))
+
+
+def check_prompts(config: Config, task: Task, policy: Policy) -> None:
+    """Refuse a prompt over max_prompt_length, since cutting it would change the question, and one
+    that the tokenizer cannot spell."""
+    stages = trained_stages(config)
+    sets = {
+        "SFT": task.sft if "sft" in stages else (),
+        "training": task.train if "grpo" in stages else (),
+        "held-out": task.evaluation[: config.eval_examples],
+    }
+    for name, examples in sets.items():
+        for i in range(min(len(examples), CHECKED_PROMPTS)):
+            _check_prompt(config, policy, examples[i], f"{name} example {i + 1}")
+
+
+def _check_prompt(config: Config, policy: Policy, example: Example, what: str) -> None:
+    ids = render_prompt(policy.tokenizer, example.messages, config.prompt_format)
+    if len(ids) > config.max_prompt_length:
+        raise UserError(
+            f"{what} has a prompt of {len(ids)} tokens, over --max-prompt-length "
+            f"{config.max_prompt_length}; raise it, or leave the example out (it is never cut)"
+        )
+    unknown = policy.tokenizer.unk_token_id
+    if unknown is not None and unknown in ids:
+        raise UserError(
+            f"--model {config.model}: its tokenizer cannot spell the prompt of {what}; give the "
+            "task's settings that the model was trained with (config.json of its run has them)"
+        )

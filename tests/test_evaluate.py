@@ -1,0 +1,180 @@
+"""Evaluation: who is right, why the others are not, and the same numbers however it is cut up."""
+
+import json
+import random
+
+import pytest
+import torch
+from conftest import MARKOV_TOKENS, build_markov, build_tokenizer
+from tiny import TEMPLATE, letters_task, policy_of, tiny_policy
+
+import grpo.evaluate
+from data import Example
+from grpo.errors import UserError
+from grpo.evaluate import OUT_OF_TOKENS, Answer, Evaluation, evaluate, table, wilson_interval
+
+
+def example(prompt, answer, level=""):
+    return Example([{"role": "user", "content": prompt}], target="", answer=answer, level=level)
+
+
+def markov_policy(stop=(2, 3)):
+    """Greedy: after a comes bc and <eos>; after b, c and <eos>; after d, <end> at once."""
+    return policy_of(
+        build_markov("grpo"), stop, build_tokenizer(MARKOV_TOKENS, chat_template=TEMPLATE)
+    )
+
+
+EXAMPLES = [
+    example("a", "bc", "easy"),
+    example("b", "c", "easy"),
+    example("d", "", "hard"),
+    example("a", "bcd", "hard"),
+    example("b", "b", "easy"),
+]
+
+
+def markov_task(**changes):
+    return letters_task(
+        len,
+        evaluation=EXAMPLES,
+        is_correct=lambda text, example: text == example.answer,
+        failure_reason=lambda text, example: f"{len(text)} letters",
+        **changes,
+    )
+
+
+def judge(policy, task, examples, max_new_tokens=6, max_rows=4, **more):
+    return evaluate(
+        policy, task, examples,
+        max_new_tokens=max_new_tokens, prompt_format="chat", max_rows=max_rows, **more,
+    )  # fmt: skip
+
+
+def test_answers_levels_and_reasons():
+    found = judge(markov_policy(), markov_task(), EXAMPLES)
+    assert [a.text for a in found.answers] == ["bc", "c", "", "bc", "c"]
+    assert [a.correct for a in found.answers] == [True, True, True, False, False]
+    assert [a.reason for a in found.answers] == ["", "", "", "2 letters", "1 letters"]
+    assert [a.tokens for a in found.answers] == [3, 2, 1, 3, 2]
+    assert found.accuracy == 0.6
+    summary = found.summary()
+    assert summary["levels"] == {
+        "easy": {"examples": 3, "correct": 2, "accuracy": 2 / 3},
+        "hard": {"examples": 2, "correct": 1, "accuracy": 0.5},
+    }
+    assert summary["failures"] == {"2 letters": 1, "1 letters": 1}
+    assert summary["mean_tokens"] == 11 / 5
+    assert json.loads(json.dumps(summary)) == summary
+
+
+def test_a_cut_answer_ran_out_of_tokens_unless_it_is_right_already():
+    found = judge(markov_policy(), markov_task(), EXAMPLES, max_new_tokens=2)
+    assert [a.reason for a in found.answers] == ["", "", "", OUT_OF_TOKENS, "1 letters"]
+    found = judge(markov_policy(stop=[]), markov_task(), EXAMPLES, max_new_tokens=1)
+    assert {a.reason for a in found.answers if not a.correct} == {OUT_OF_TOKENS}
+
+
+def test_the_stop_token_is_no_part_of_the_answer():
+    """"<end>" behind a right answer would make it wrong, and every accuracy 0."""
+    found = judge(markov_policy(), markov_task(), EXAMPLES[:3])
+    assert found.accuracy == 1.0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 128])
+@pytest.mark.parametrize("max_rows", [1, 3, 64])
+def test_chunks_and_rows_change_no_answer(monkeypatch, chunk, max_rows):
+    policy, rng = tiny_policy("qwen3", stop=[2, 5, 9]), random.Random(0)
+    prompts = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 8))) for _ in range(9)]
+    examples = [example(p, p[0]) for p in prompts]
+    task = letters_task(len)
+    wanted = judge(policy, task, examples)
+    monkeypatch.setattr(grpo.evaluate, "CHUNK", chunk)
+    assert judge(policy, task, examples, max_rows=max_rows).answers == wanted.answers
+
+
+def test_pass_at_k_counts_the_examples_with_a_right_sample():
+    found = judge(markov_policy(), markov_task(), EXAMPLES, samples=16, seed=1)
+    right = [a.samples_correct for a in found.answers]
+    assert all(0 < n < 16 for n in right[:2]) and right[3] < 16
+    summary = found.summary()
+    assert summary["samples"] == 16
+    assert summary["pass@16"] == sum(n > 0 for n in right) / 5
+    assert summary["pass@1"] == pytest.approx(sum(right) / 80)
+    assert summary["accuracy"] == 0.6, "the greedy answers are what accuracy counts"
+    greedy = judge(markov_policy(), markov_task(), EXAMPLES)
+    assert [a.text for a in found.answers] == [a.text for a in greedy.answers]
+    assert "pass@1" not in greedy.summary()
+
+
+def test_samples_are_those_of_the_seed():
+    def samples(**how):
+        found = judge(markov_policy(), markov_task(), EXAMPLES, samples=32, **how)
+        return [a.samples_correct for a in found.answers]
+
+    assert samples(seed=3) == samples(seed=3, max_rows=64) != samples(seed=4)
+    assert samples(seed=3, temperature=0.01) == [32, 32, 32, 0, 0]
+
+
+def test_evaluating_changes_nothing():
+    """It happens between two steps: weights, training mode and random state are the run's own."""
+    policy = tiny_policy()
+    before = {n: p.clone() for n, p in policy.model.named_parameters()}
+    state = torch.get_rng_state()
+    judge(policy, letters_task(len), letters_task(len).evaluation, samples=3)
+    assert torch.equal(state, torch.get_rng_state()) and policy.model.training
+    assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters())
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_progress_counts_every_row():
+    ended = []
+    judge(markov_policy(), markov_task(), EXAMPLES, samples=3, on_finish=ended.append)
+    assert sum(ended) == 5 * (1 + 3)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_no_examples_no_crash(samples):
+    found = judge(markov_policy(), markov_task(), [], samples=samples)
+    assert found.accuracy == 0 and found.summary()["accuracy_95"] == [0.0, 1.0]
+
+
+def test_a_broken_model_is_not_a_model_of_accuracy_0():
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.head.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="not numbers"):
+        judge(policy, letters_task(len), letters_task(len).evaluation)
+
+
+# ---- numbers and tables --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right, count", [(0, 1), (0, 200), (1, 1), (200, 200), (37, 50)])
+def test_the_interval_holds_the_share_and_stays_between_0_and_1(right, count):
+    low, high = wilson_interval(right, count)
+    assert 0 <= low <= right / count <= high <= 1 and high - low > 0.01
+    assert wilson_interval(count - right, count) == pytest.approx((1 - high, 1 - low))
+
+
+def test_the_table_has_a_row_a_level_and_a_column_an_evaluation():
+    def summary(*right):
+        answers = [Answer(e, "", ok, "", 1) for e, ok in zip(EXAMPLES, right, strict=True)]
+        return Evaluation(answers).summary()
+
+    text = table({"start": summary(*[False] * 5), "after_grpo": summary(*[True] * 4, False)})
+    assert [line.split() for line in text.splitlines()] == [
+        ["start", "after_grpo"],
+        ["all", "(5)", "0.0%", "80.0%"],
+        ["easy", "(3)", "0.0%", "66.7%"],
+        ["hard", "(2)", "0.0%", "100.0%"],
+    ]
+    assert len({len(line) for line in text.splitlines()}) == 1, "columns stand under their names"
+
+
+def test_the_table_survives_a_level_that_only_one_evaluation_has():
+    one, other = ({"accuracy": 0.5, "examples": 2, "levels": levels} for levels in (
+        {"easy": {"accuracy": 0.5, "examples": 2}}, {},
+    ))  # fmt: skip
+    assert "-" in table({"start": one, "after_sft": other}).splitlines()[2]
+    assert "easy" in table({"start": other, "after_sft": one})
