@@ -305,7 +305,7 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
 
 
 def draw_answers(path: Path, answers: Sequence) -> None:
-    """A contact sheet of evaluated mazes: the way walked, green if solved, else red with why not."""
+    """A contact sheet of evaluated mazes: the way walked, green if solved, red with why not."""
     from data.maze_pictures import save_contact_sheet  # PIL is needed here alone
 
     items = [(a.example.answer.maze, walk_of(a.text, a.example)) for a in answers]

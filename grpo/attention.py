@@ -111,7 +111,8 @@ class PackedLayout:
     def attend(self, layer, query, key, value, scaling):
         """query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D]."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H or K, D]
-        prompt_key, prompt_value = key[self.prompt_places], value[self.prompt_places]  # [P, L, K, D]
+        prompt_key = key[self.prompt_places]  # [P, L, K, D]
+        prompt_value = value[self.prompt_places]
         self.store(layer, prompt_key, prompt_value)
         out = F.scaled_dot_product_attention(
             query[self.prompt_places].transpose(1, 2),
@@ -141,7 +142,7 @@ class PackedLayout:
 
 
 class KeyValueCache:
-    """Preallocated keys and values: of prompts [.., prompt slot, K, L, D], of rows [.., row, K, C, D].
+    """Preallocated keys and values: prompts [.., prompt slot, K, L, D], rows [.., row, K, C, D].
 
     Active rows are always rows 0..A-1 and live prompts always slots 0..P-1, so that the decode
     step reads plain views; `move_row` and `move_prompt` fill the hole that a finished one leaves.
@@ -174,7 +175,7 @@ class KeyValueCache:
 
 @dataclass
 class PrefillLayout(PackedLayout):
-    """Prompts only; their keys and values go to consecutive slots of the cache from `first_slot`."""
+    """Prompts only; their keys and values go to slots of the cache from `first_slot` on."""
 
     cache: KeyValueCache = None
     first_slot: int = 0

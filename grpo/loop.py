@@ -33,7 +33,6 @@ from grpo.generate import Sampling, generate
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
 from grpo.metrics import Rollout, completion_rows, rollout_metrics, update_metrics
-from grpo.optimizer import learning_rate_at
 from grpo.packing import Group, PackedBatch, micro_batches
 from grpo.policy import Policy
 from grpo.tokenizer import completion_text, render_prompt
@@ -83,17 +82,10 @@ def train(
         fixed = [fixed_logprobs(policy, batch, config) for batch in batches]
 
         # ---- Update. num_iterations optimizer steps on the same completions.
-        run.optimizer.set_learning_rate(
-            learning_rate_at(
-                step,
-                config.max_steps,
-                config.learning_rate,
-                config.lr_scheduler,
-                config.warmup_ratio,
-            )
-        )
+        run.set_learning_rate(config.learning_rate)
         sums: dict[str, float] = {}
-        for _ in range(config.num_iterations):
+        sampler_gap = 0.0
+        for iteration in range(config.num_iterations):
             run.optimizer.zero_grad()
             for batch, (old_logp, ref_logp) in zip(batches, fixed, strict=True):
                 logp, entropy = completion_logprobs(
@@ -118,6 +110,8 @@ def train(
                 run.require_finite(loss, "loss")
                 loss.backward()
                 run.optimizer.accumulate()
+                if iteration == 0:
+                    sampler_gap = max(sampler_gap, rollout.logprob_gap(batch, logp.detach()))
                 parts |= {"loss": loss.detach(), "entropy": entropy.sum()}
                 for name, value in parts.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
@@ -130,6 +124,7 @@ def train(
             | update_metrics(sums, config.num_iterations)
             | {
                 "grad_norm": grad_norm,
+                "sampler_gap": sampler_gap,
                 "learning_rate": run.optimizer.learning_rate,
                 "step_time": now - started,
                 "tokens_per_second/train": tokens * config.num_iterations / (now - update_started),

@@ -13,7 +13,6 @@ from data import Example, Task
 from grpo.config import Config
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
-from grpo.optimizer import learning_rate_at
 from grpo.packing import Group, micro_batches
 from grpo.policy import Policy
 from grpo.tokenizer import encode_target, render_prompt
@@ -32,15 +31,7 @@ def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
         ]
         tokens = sum(len(g.completions[0]) for g in groups)
         prompt_tokens = sum(len(g.prompt) for g in groups)
-        run.optimizer.set_learning_rate(
-            learning_rate_at(
-                step,
-                config.sft_steps,
-                config.sft_learning_rate,
-                config.lr_scheduler,
-                config.warmup_ratio,
-            )
-        )
+        run.set_learning_rate(config.sft_learning_rate)
         run.optimizer.zero_grad()
         total = 0.0
         for batch in micro_batches(groups, config.tokens_per_micro_batch, policy.device):

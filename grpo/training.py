@@ -25,7 +25,7 @@ from grpo.checkpoint import (
 from grpo.config import Config
 from grpo.errors import UserError
 from grpo.interrupt import StopRequest
-from grpo.optimizer import Optimizer
+from grpo.optimizer import Optimizer, learning_rate_at
 from grpo.policy import Policy
 from grpo.record import Progress, Recorder
 
@@ -113,6 +113,15 @@ class Training:
                 f"{shlex.quote(str(self.recorder.run_dir))}"
             )
         return number
+
+    def set_learning_rate(self, peak: float) -> None:
+        """The rate of this step on the schedule that rises to `peak`."""
+        config = self.config
+        self.optimizer.set_learning_rate(
+            learning_rate_at(
+                self.step, self.total_steps, peak, config.lr_scheduler, config.warmup_ratio
+            )
+        )
 
     def update(self) -> float:
         """Clip the gradient, check it, step; returns its norm before the clip."""

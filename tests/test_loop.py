@@ -7,11 +7,12 @@ import json
 
 import pytest
 import torch
-from conftest import KINDS, build_config, build_tokenizer
+from conftest import KINDS, build_config, build_tokenizer, load_cases
 from test_packing import written_out_loss
 from test_policy import shake
 from tiny import (
     TEMPLATE,
+    draw,
     gradients_of,
     letters_task,
     one_token_probability,
@@ -28,15 +29,18 @@ import grpo.loop
 from data import Example
 from grpo.advantages import zero_std_groups
 from grpo.generate import Completion
-from grpo.loop import learnable_groups, train
+from grpo.logprobs import completion_logprobs
+from grpo.loop import fixed_logprobs, learnable_groups, train
+from grpo.loss import kl_k3
 from grpo.metrics import Rollout
-from grpo.packing import micro_batches
+from grpo.packing import Group, micro_batches, pack
 from grpo.policy import load_policy
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 METRICS = {
     "reward", "reward_std", "rewards/letters/mean", "frac_reward_zero_std", "loss", "kl", "entropy",
-    "clip_ratio/low_mean", "clip_ratio/high_mean", "grad_norm", "learning_rate", "step_time",
+    "clip_ratio/low_mean", "clip_ratio/high_mean", "grad_norm", "sampler_gap",
+    "learning_rate", "step_time",
     "completions/mean_length", "completions/min_length", "completions/max_length",
     "completions/clipped_ratio", "tokens_per_second/rollout", "tokens_per_second/train",
 }  # fmt: skip
@@ -212,6 +216,7 @@ def test_at_the_first_step_kl_is_0_and_every_ratio_is_1(saved_model, monkeypatch
         assert torch.equal(logp, gaps[0][1]), "old, reference and policy agree to the last bit"
     assert losses[1][1]["kl"] > 0, "and after an update they do not"
     assert run.recorder.lines[0]["kl"] > 0
+    assert run.recorder.lines[0]["sampler_gap"] < 1e-4
 
 
 def test_the_line_of_a_step_has_the_names_that_users_of_trl_know():
@@ -315,6 +320,39 @@ def test_the_reference_stays_where_it_was():
     run, _ = run_steps(policy, letters_task(odd_reward), settings(beta=0.1, max_steps=3))
     assert all(torch.equal(p, before[n]) for n, p in policy.reference.named_parameters())
     assert [line["kl"] > 1e-6 for line in run.recorder.lines] == [False, True, True]
+
+
+def test_case_reference_without_adapter(saved_model):
+    """The case numerics/reference-without-adapter: the reference is the adapter switched off."""
+    cases = {case["id"]: case for case in load_cases("generation_cases")["cases"]}
+    given = cases["numerics/reference-without-adapter"]["input"]
+    policy = load_policy(
+        build_config(model=saved_model("llama"), lora_rank=given["lora"]["r"], beta=0.1)
+    )
+    trained = policy.trainable_parameters()
+    base = {n: p for n, p in weights_of(policy).items() if n not in trained}
+    config = settings(beta=0.1)
+
+    def kl():
+        found = draw(policy, given["prompts"], length=given["max_new_tokens"])
+        batch = pack([Group(given["prompts"][0], [found[0][0].token_ids], [0])], "cpu")
+        logp, _ = completion_logprobs(policy, batch, 1.0)
+        _, reference = fixed_logprobs(policy, batch, config)
+        again, _ = completion_logprobs(policy, batch, 1.0)
+        assert torch.equal(logp, again), "the adapter is on again behind the reference's pass"
+        return kl_k3(reference - logp).sum().item()
+
+    assert kl() == 0
+    shake(trained)
+    assert kl() > 0
+    after = weights_of(policy)
+    assert all(torch.equal(after[n], p) for n, p in base.items())
+    ids = torch.tensor(given["prompts"])
+    with torch.no_grad():
+        before = policy.model(ids).logits
+        with pytest.raises(ZeroDivisionError), policy.reference_mode():
+            raise ZeroDivisionError
+        assert torch.equal(policy.model(ids).logits, before)
 
 
 # ---- groups that teach nothing -------------------------------------------------------------------
