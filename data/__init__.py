@@ -42,7 +42,8 @@ class Task:
 
     train, sft, evaluation: the GRPO prompts, the cold start's examples, the held-out examples.
     reward_functions: by name, (completion_text, example) -> a finite number, or None where the
-        reward does not apply. completion_text never holds the stop token.
+        reward does not apply. completion_text never holds the stop token. A reward that draws from
+        a random generator of its own makes a resumed run differ from an undisturbed one.
     reward_weights: by name; a name that is absent weighs 1.
     is_correct: the judge of the evaluation, whatever the rewards say.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.

@@ -127,13 +127,18 @@ class PackedLayout:
             return out[None]
         row_key = torch.cat([prompt_key[self.row_prompt], key[self.places]], dim=1)
         row_value = torch.cat([prompt_value[self.row_prompt], value[self.places]], dim=1)
+        # CUDA's fused kernels take a mask or shared key heads, not both: with both, torch falls
+        # back to the kernel that writes all scores out. So there each query head gets its own.
+        if query.is_cuda:
+            times = query.shape[1] // key.shape[1]
+            row_key, row_value = (x.repeat_interleave(times, dim=2) for x in (row_key, row_value))
         completion = F.scaled_dot_product_attention(
             query[self.places].transpose(1, 2),  # [N, H, C, D]
-            row_key.transpose(1, 2),  # [N, K, L + C, D]
+            row_key.transpose(1, 2),  # [N, K or H, L + C, D]
             row_value.transpose(1, 2),
             attn_mask=self.mask,
             scale=scaling,
-            enable_gqa=True,
+            enable_gqa=not query.is_cuda,
         ).transpose(1, 2)  # [N, C, H, D]
         return torch.cat([out, completion[self.completion_mask]])[None]
 

@@ -38,7 +38,7 @@ class Config:
 
     # fmt: off
     task: str = option("maze", "what to learn: a file in data/", section="run")
-    stage: str = option("all", "which part to run; all = eval, sft, grpo, each followed by eval",
+    stage: str = option("all", "which part to run; all = eval, sft, eval, grpo, eval",
                         choices=("sft", "grpo", "eval", "all"))
     preset: str = option("cpu", "settings that suit a laptop, 24 GB (a10) or 48 GB (a6000)",
                          choices=("cpu", "a10", "a6000"))
@@ -60,7 +60,8 @@ class Config:
                         "a model directory, a hub name, or scratch = a fresh small model",
                         section="model")
     adapter: str | None = option(None, "a trained LoRA adapter to start from; also the reference")
-    dtype: str = option("auto", "of the weights; auto = bfloat16 on cuda, float32 on cpu",
+    dtype: str = option("auto", "of the weights; auto = float32 on cpu, bfloat16 on cuda and "
+                        "for a large frozen base on a cpu that multiplies it",
                         choices=("auto", "float32", "bfloat16"))
     quantize: str = option("none", "hold the frozen base weights in 4 bits",
                            choices=("none", "nf4"))
@@ -80,7 +81,8 @@ class Config:
     completions_per_step: int | None = option(None, "another way to say prompts-per-step: "
                                               "prompts x num-generations", positive=True)
     num_generations: int = option(8, "completions a prompt (the group), G", positive=True)
-    max_prompt_length: int = option(512, "longest prompt in tokens", positive=True)
+    max_prompt_length: int = option(512, "longest prompt in tokens; a longer one is refused",
+                                    positive=True)
     max_completion_length: int = option(512, "longest completion in tokens", positive=True)
     temperature: float = option(1.0, "of sampling; all log-probs are of the scaled logits",
                                 at_least=0)
@@ -115,10 +117,11 @@ class Config:
     lr_scheduler: str = option("cosine", "after the warm-up",
                                choices=("cosine", "linear", "constant"))
     warmup_ratio: float = option(0.1, "part of the steps with a rising rate", at_least=0, at_most=1)
-    optimizer: str = option("adamw", "8-bit states need a GPU; paged ones may move to the host",
+    optimizer: str = option("adamw", "8-bit states take a quarter of the memory; paged ones "
+                            "may move from the GPU to the host",
                             choices=("adamw", "adamw_8bit", "paged_adamw_8bit"))
-    adam_beta1: float = option(0.9, "decay of the mean", at_least=0, below=1)
-    adam_beta2: float = option(0.99, "decay of the mean square", at_least=0, below=1)
+    adam_beta1: float = option(0.9, "AdamW's decay of the gradient's mean", at_least=0, below=1)
+    adam_beta2: float = option(0.99, "and of its mean square", at_least=0, below=1)
     weight_decay: float = option(0.0, "decoupled weight decay", at_least=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm; 0 = never", at_least=0)
     tokens_per_micro_batch: int = option(8192, "tokens in one backward pass; only memory and "

@@ -176,10 +176,12 @@ def write_model_card(
     task: str,
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
+    method: str = "GRPO",
 ) -> None:
     """README.md beside exported weights: task, base model, settings, results, versions, loading.
 
-    results may be nested, {"after grpo": {"accuracy": 0.93}}: it becomes a table.
+    results may be nested, {"after grpo": {"accuracy": 0.93}}: it becomes a table. settings["model"]
+    is the model that an adapter has to be loaded on.
     """
     directory = Path(directory)
     adapter = (directory / "adapter_config.json").is_file()
@@ -189,7 +191,7 @@ def write_model_card(
     card = f"""{_front_matter(base, adapter)}
 # {directory.name}
 
-{kind} trained with GRPO on the task `{task}`.
+{kind} trained with {method} on the task `{task}`.
 
 - Base model: {_base_line(base, settings)}
 - Weights: {_weights_line(policy, adapter, settings)}

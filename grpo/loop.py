@@ -12,8 +12,8 @@ cannot carry it far, and with a KL term that ties it to a frozen reference.
 
 Two things surprise at first sight, and both are right. With one update a rollout (num_iterations,
 mu in the paper, is 1) the old policy is the policy itself: the ratio is exactly 1 and nothing is
-ever clipped. And the loss then starts at 0, since the advantages of a group add up to 0; its
-gradient does not. Watch the reward, not the loss.
+ever clipped. And the loss then stays near 0 (exactly 0 with loss_type grpo), since the advantages
+of a group add up to 0; its gradient does not. Watch the reward, not the loss.
 
 Letters in the shapes: P prompts, G completions a prompt, N = P G rows; n rows of a micro-batch, C
 tokens of its longest completion.
@@ -127,7 +127,7 @@ def train(
                 "sampler_gap": sampler_gap,
                 "learning_rate": run.optimizer.learning_rate,
                 "step_time": now - started,
-                "tokens_per_second/train": tokens * config.num_iterations / (now - update_started),
+                "tokens_per_second/train": sums.get("tokens", 0.0) / (now - update_started),
             }
         )
         if config.eval_every and run.step % config.eval_every == 0:
@@ -135,11 +135,11 @@ def train(
 
 
 def grpo_loss(
-    logp: torch.Tensor,  # [N, C], carries the gradient
-    old_logp: torch.Tensor | None,  # [N, C]; None: the first update since the rollout, ratio 1
-    ref_logp: torch.Tensor | None,  # [N, C]; None: no KL
-    advantages: torch.Tensor,  # [N]
-    mask: torch.Tensor,  # [N, C] bool
+    logp: torch.Tensor,  # [n, C], carries the gradient
+    old_logp: torch.Tensor | None,  # [n, C]; None: the first update since the rollout, ratio 1
+    ref_logp: torch.Tensor | None,  # [n, C]; None: no KL
+    advantages: torch.Tensor,  # [n]
+    mask: torch.Tensor,  # [n, C] bool
     *,
     rows: int,
     tokens: int,
@@ -159,11 +159,11 @@ def grpo_loss(
     """
     old_logp = logp.detach() if old_logp is None else old_logp
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    weight = advantages.to(logp.dtype)[:, None]  # [N, 1]
-    ratio = policy_ratio(logp, old_logp, mask, importance_sampling_level)  # [N, C] or [N, 1]
-    loss = clipped_surrogate(ratio, weight, epsilon, epsilon_high, delta).expand_as(logp)  # [N, C]
-    gap = torch.zeros_like(logp) if ref_logp is None else ref_logp - logp  # [N, C]
-    kl = kl_k3(gap.masked_fill(~mask, 0.0))  # [N, C]
+    weight = advantages.to(logp.dtype)[:, None]  # [n, 1]
+    ratio = policy_ratio(logp, old_logp, mask, importance_sampling_level)  # [n, C] or [n, 1]
+    loss = clipped_surrogate(ratio, weight, epsilon, epsilon_high, delta).expand_as(logp)  # [n, C]
+    gap = torch.zeros_like(logp) if ref_logp is None else ref_logp - logp  # [n, C]
+    kl = kl_k3(gap.masked_fill(~mask, 0.0))  # [n, C]
     loss = loss + beta * kl if beta else loss
     counted = mask if importance_sampling_level == "token" else mask.any(dim=1, keepdim=True)
     metrics = {

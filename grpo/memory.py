@@ -14,7 +14,8 @@ from typing import Any
 from grpo.config import Config
 
 LOGITS_COPIES = 3  # the chunk's logits, their log-softmax, and the gradient of one of them
-NF4_BYTES = 0.5 + 4 / 64  # 4 bits a weight and one float32 scale for each block of 64
+# 4 bits a weight, a byte for the scale of each block of 64, a float32 for each 256 of those.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FP32 = 4
 
 
@@ -149,10 +150,10 @@ def _training_state(shape: ModelShape, config: Config, compute_bytes: int) -> di
 def _cache(shape: ModelShape, config: Config) -> int:
     """Numbers in the cache: a key and a value for each layer, key-value head and token.
 
-    In a rollout the prompt is held once a group; in an evaluation every row has one of its own,
-    which is the worst case.
+    In a rollout the prompt is held once a group. An evaluation is the worst case: every row has a
+    prompt of its own, and there is room for twice as many prompts as rows (see grpo/generate.py).
     """
-    tokens = config.rollout_rows * (config.max_prompt_length + config.max_completion_length)
+    tokens = config.rollout_rows * (2 * config.max_prompt_length + config.max_completion_length)
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens
 
 

@@ -125,7 +125,9 @@ def summarise(this: Run) -> None:
     found = {name: r for name, r in this.results.items() if "accuracy" in r}
     if found:
         print(table(found))
-    print(f"everything is in {this.folder}: results.json, curves.png, completions/, evaluations/")
+    names = ("results.json", "curves.png", "completions/", "evaluations/")
+    there = ", ".join(name for name in names if (this.folder / name).exists())
+    print(f"everything is in {this.folder}: {there}")
 
 
 # ---- --dry-run ----------------------------------------------------------------------------------

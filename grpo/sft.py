@@ -22,7 +22,10 @@ from grpo.training import Training, step_indices
 def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
     """Train on task.sft until config.sft_steps or a request to stop."""
     if not task.sft:
-        raise UserError(f"--stage sft: the task {task.name} has no examples with targets")
+        raise UserError(
+            f"--stage {config.stage}: the task {task.name} has no examples with targets to start "
+            "from; leave SFT out with --sft-steps 0"
+        )
     for step in run.steps():
         started = time.perf_counter()
         indices = step_indices(step, config.sft_batch_size, len(task.sft), config.seed)
@@ -61,4 +64,9 @@ def supervised_group(policy: Policy, example: Example, row: int, config: Config)
     if not prompt:
         raise UserError("an SFT example has an empty prompt: nothing would predict its first token")
     target = encode_target(policy.tokenizer, example.target) + [policy.end_token_id]
+    if policy.context_length and len(prompt) + len(target) > policy.context_length:
+        raise UserError(
+            f"an SFT example of {len(prompt)} + {len(target)} tokens does not fit the model's "
+            f"{policy.context_length} positions; leave it out"
+        )
     return Group(prompt, [target], [row])

@@ -198,8 +198,13 @@ def finish(name: str, this: Run, policy: Policy, step: int, exports: list[Path])
 
 def write_cards(this: Run, policy: Policy, folders: list[Path]) -> None:
     settings = {**asdict(this.config), **asdict(this.options)}
+    cold_start = this.folder / MODEL[AFTER_SFT]
     for folder in folders:
-        write_model_card(folder, policy, this.task.name, settings, this.results)
+        about = dict(settings)
+        if folder.name == "adapter" and AFTER_SFT in this.results:
+            about |= {"model": str(cold_start), "adapter": None}  # what it was trained on
+        method = "supervised fine-tuning, before GRPO," if folder == cold_start else "GRPO"
+        write_model_card(folder, policy, this.task.name, about, this.results, method)
 
 
 # ---- evaluations and results --------------------------------------------------------------------

@@ -19,6 +19,7 @@ from grpo.errors import UserError
 from grpo.memory import ModelShape, trainable_parameters
 from grpo.policy import SCRATCH, Policy, load_shape
 from grpo.tokenizer import SCRATCH_TEMPLATE, render_prompt
+from rewards import weighted_sum
 
 CHECKED_PROMPTS = 2_000  # lengths of so many prompts of each set are looked up
 LOG_BYTES = 50_000_000  # metrics, TensorBoard, completions and pictures of a long run
@@ -53,7 +54,10 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     module, tokens = task_module(config.task), None
     if config.model == SCRATCH and hasattr(module, "scratch_tokens"):
         tokens = module.scratch_tokens(options)
-    return module.load(options, config.seed, made_from_scratch(config.model)), tokens
+    task = module.load(options, config.seed, made_from_scratch(config.model))
+    weights = {**task.reward_weights, **config.weights_of_rewards()}
+    weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
+    return task, tokens
 
 
 def made_from_scratch(model: str) -> bool:
@@ -118,6 +122,8 @@ def check_prompts(config: Config, task: Task, policy: Policy) -> None:
         "training": task.train if "grpo" in stages else (),
         "held-out": task.evaluation[: config.eval_examples],
     }
+    if "grpo" in stages and not task.train:
+        raise UserError(f"the task {task.name} has no training examples; give it some")
     for name, examples in sets.items():
         for i in range(min(len(examples), CHECKED_PROMPTS)):
             _check_prompt(config, policy, examples[i], f"{name} example {i + 1}")

@@ -118,3 +118,9 @@ def test_the_command_trains_it(tmp_path):
     steps = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
     assert [line["stage"] for line in steps] == ["sft"] * 3 + ["grpo"] * 2
     assert {"rewards/correct/mean", "rewards/letters/mean"} <= steps[-1].keys()
+
+
+def test_the_readme_shows_these_two_files():
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    for file in EXAMPLE.glob("*.py"):
+        assert f"```python\n{file.read_text('utf-8')}```" in readme, f"README.md lacks {file.name}"
