@@ -132,6 +132,8 @@ class Config:
                             section="SFT")
     sft_batch_size: int = option(32, "examples a step", positive=True)
     sft_learning_rate: float = option(1e-5, "peak learning rate of SFT", positive=True)
+    sft_lr_scheduler: str = option("cosine", "after the warm-up of SFT; constant leaves the "
+                                   "cooling down to GRPO", choices=("cosine", "linear", "constant"))
 
     eval_examples: int = option(200, "held-out examples; 0 = no evaluation", at_least=0,
                                 section="evaluation")

@@ -82,7 +82,7 @@ def train(
         fixed = [fixed_logprobs(policy, batch, config) for batch in batches]
 
         # ---- Update. num_iterations optimizer steps on the same completions.
-        run.set_learning_rate(config.learning_rate)
+        run.set_learning_rate(config.learning_rate, config.lr_scheduler)
         sums: dict[str, float] = {}
         sampler_gap = 0.0
         for iteration in range(config.num_iterations):

@@ -34,7 +34,7 @@ def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
         ]
         tokens = sum(len(g.completions[0]) for g in groups)
         prompt_tokens = sum(len(g.prompt) for g in groups)
-        run.set_learning_rate(config.sft_learning_rate)
+        run.set_learning_rate(config.sft_learning_rate, config.sft_lr_scheduler)
         run.optimizer.zero_grad()
         total = 0.0
         for batch in micro_batches(groups, config.tokens_per_micro_batch, policy.device):

@@ -117,13 +117,11 @@ class Training:
             )
         return number
 
-    def set_learning_rate(self, peak: float) -> None:
+    def set_learning_rate(self, peak: float, scheduler: str) -> None:
         """The rate of this step on the schedule that rises to `peak`."""
-        config = self.config
+        warmup = self.config.warmup_ratio
         self.optimizer.set_learning_rate(
-            learning_rate_at(
-                self.step, self.total_steps, peak, config.lr_scheduler, config.warmup_ratio
-            )
+            learning_rate_at(self.step, self.total_steps, peak, scheduler, warmup)
         )
 
     def update(self) -> float:
