@@ -1,19 +1,31 @@
 """Pictures of mazes: one maze with the way that an answer took, and a sheet of evaluated ones.
 
+    python -m data.maze_pictures runs/…/evaluations/after_grpo.jsonl 7 maze.png
+
+draws answer 7 of an evaluation (they count from 0); a name that ends in .gif plays its steps back.
+
 Everything is drawn at SHARPNESS times its size and shrunk, since PIL's lines have no soft edges.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from data.maze_grid import COLUMN_STEP, DOWN, LEFT, RIGHT, ROW_STEP, UP, Maze, Walk
+from data.maze_grid import walk as walk_answer
+from data.maze_text import parse
+from grpo.errors import UserError
+from rewards.maze import CLOSE, answer_text
 
 SHARPNESS = 4
 MARGIN = 0.3  # cells around the maze: room for a cross on the outer wall
+FRAME_MS = 400
 INK, PAPER, FLOOR = "#1f2937", "#ffffff", "#f3f4f6"
 ORIGIN_COLOUR, TARGET_COLOUR = "#2563eb", "#d97706"
 OK_COLOUR, FAILED_COLOUR = "#15803d", "#dc2626"
@@ -47,8 +59,29 @@ def draw_maze(maze: Maze, walk: Walk | None = None, pixels: int = 480) -> Image.
 
 
 def save_maze(path: str | Path, maze: Maze, walk: Walk | None = None, pixels: int = 480) -> None:
-    """Write draw_maze as a PNG."""
-    draw_maze(maze, walk, pixels).save(path, "PNG")
+    """Write draw_maze as a PNG; to a .gif, one picture a move, played in a loop."""
+    if Path(path).suffix != ".gif" or walk is None:
+        draw_maze(maze, walk, pixels).save(path)
+        return
+    so_far = [
+        replace(walk, cells=walk.cells[:steps], failed_direction=None)
+        for steps in range(1, len(walk.cells))
+    ]
+    frames = [draw_maze(maze, step, pixels) for step in [*so_far, walk]]
+    pauses = [FRAME_MS] * len(so_far) + [4 * FRAME_MS]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=pauses, loop=0)
+
+
+def draw_evaluated(answers: str | Path, index: int, path: str | Path) -> None:
+    """Draw one line of an evaluations/*.jsonl. Raises UserError if there is no such line."""
+    try:
+        lines = Path(answers).read_text("utf-8").splitlines()
+        row = json.loads(lines[index])
+        prompt, text = row["prompt"][-1]["content"], row["completion"]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"{answers}: no evaluated answer {index} to draw ({error})") from error
+    maze = parse(prompt[prompt.find("<|0-0|>") :])
+    save_maze(path, maze, walk_answer(maze, answer_text(text, thinks=CLOSE in text)))
 
 
 def _centre(maze: Maze, cell: int, side: int) -> Point:
@@ -211,3 +244,11 @@ def _write(
         height -= 1
         font = ImageFont.load_default(height)
     ImageDraw.Draw(image).text(place, text, fill=colour, font=font, anchor=anchor)
+
+
+if __name__ == "__main__":
+    try:
+        draw_evaluated(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    except (UserError, IndexError, ValueError) as error:
+        usage = "python -m data.maze_pictures ANSWERS.jsonl NUMBER OUT.png"
+        sys.exit(f"error: {error}; usage: {usage}")

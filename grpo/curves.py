@@ -39,7 +39,7 @@ def draw_curves(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [(s, m, t) for s, m, t in PANELS if len(_series(lines, s, m)) > 1]
+    panels = [panel for panel in PANELS if _worth_a_panel(_series(lines, *panel[:2]))]
     evaluated = any(line.get(EVALUATION) is not None for line in lines)
     count = max(len(panels) + evaluated, 1)
     rows, columns = math.ceil(count / COLUMNS), min(count, COLUMNS)
@@ -74,6 +74,11 @@ def _series(lines: Sequence[dict[str, Any]], stage: str, metric: str) -> list[tu
     return sorted(points.items())
 
 
+def _worth_a_panel(points: list[tuple[int, float]]) -> bool:
+    """Not one that is 0 throughout, as the KL is at beta 0."""
+    return len(points) > 1 and any(value for _, value in points)
+
+
 def smoothed(values: Sequence[float], width: int) -> list[float]:
     """The mean over a window of `width` values about each; at the ends, over what there is of it.
 
@@ -102,8 +107,8 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
         stage: [(start + step, 100 * value) for step, value in _series(lines, stage, EVALUATION)]
         for stage, start in (("sft", 0), ("grpo", sft_steps))
     }
-    if courses["sft"]:
-        courses["sft"] += courses["grpo"][:1]  # GRPO starts with what SFT ends with
+    if courses["grpo"]:
+        courses["grpo"] = courses["sft"][-1:] + courses["grpo"]  # it starts where SFT ended
     for stage, points in courses.items():
         if points:
             ax.plot(*zip(*points, strict=True), color=COLOURS[stage], marker="o", markersize=4.5,
@@ -111,7 +116,7 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
     ends = dict(course[i] for course in courses.values() if course for i in (0, -1))
     for x, y in ends.items():
         ax.annotate(f"{y:.0f}%", (x, y), xytext=(0, 8), textcoords="offset points",
-                    ha="left" if x == 0 else "right", color=INK, fontweight="bold")  # fmt: skip
+                    ha="left" if x == min(ends) else "right", color=INK, fontweight="bold")  # fmt: skip
     if sft_steps:
         ax.axvline(sft_steps, color=MUTED, linewidth=0.8, linestyle=":")
     _tidy(ax, "Held-out problems solved, %")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 
@@ -15,10 +16,13 @@ from data.maze_pictures import (
     ORIGIN_COLOUR,
     TARGET_COLOUR,
     contact_sheet,
+    draw_evaluated,
     draw_maze,
     save_contact_sheet,
     save_maze,
 )
+from data.maze_text import render
+from grpo.errors import UserError
 
 
 def a_maze(size: int = 5, fits: Callable[[Maze], bool] = lambda maze: True) -> Maze:
@@ -97,3 +101,17 @@ def test_pictures_are_written_as_png(tmp_path):
         with Image.open(tmp_path / name) as image:
             assert image.format == "PNG"
     assert contact_sheet([]).width > 0, "an empty evaluation is an empty sheet"
+
+
+def test_an_evaluated_answer_is_drawn_and_its_steps_are_played_back(tmp_path):
+    maze = a_maze()
+    answers = tmp_path / "after_grpo.jsonl"
+    row = {"prompt": [{"role": "user", "content": "Find the way.\n\n" + render(maze)}]}
+    path = moves_text(solve(maze))
+    answers.write_text(json.dumps({**row, "completion": path}) + "\n", "utf-8")
+    draw_evaluated(answers, 0, tmp_path / "maze.png")
+    draw_evaluated(answers, 0, tmp_path / "maze.gif")
+    assert Image.open(tmp_path / "maze.png").getpixel((2, 2)) == (255, 255, 255)
+    assert Image.open(tmp_path / "maze.gif").n_frames == len(solve(maze)) + 1
+    with pytest.raises(UserError, match="no evaluated answer 1"):
+        draw_evaluated(answers, 1, tmp_path / "none.png")
