@@ -77,10 +77,14 @@ def task_module(name: str) -> ModuleType:
 
     A task module has
         Options: a dataclass whose fields are the task's own flags (see grpo.config.option),
-        DEFAULTS: {preset: {setting: value}}, the training settings that suit the task,
-        load(options, seed, from_scratch) -> Task,
-    and, if a model can be made from scratch for it,
-        scratch_tokens(options) -> list[str], the vocabulary of that model's tokenizer.
+        load(options, seed, from_scratch) -> Task; from_scratch: the model knows nothing but the
+            task's own tokens,
+    and may have
+        DEFAULTS: the training settings that suit the task, {setting: value} under the name of each
+            preset, for a pretrained model there, and under "scratch", for a model made from
+            scratch on any machine,
+        resolve(options, from_scratch) -> options, with whatever the flags leave open decided,
+        scratch_tokens(options) -> list[str], the vocabulary of a model made from scratch.
     """
     names = task_names()
     if name not in names:

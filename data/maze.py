@@ -74,7 +74,8 @@ class Options:
                              positive=True)
     maze_sft: int = option(200_000, "mazes for SFT, or as many as there are", positive=True)
     maze_bench: str = option("auto", "evaluate on 100 mazes, 50 easy, 40 medium, 10 hard; off = on "
-                             "mazes as the generator makes them; auto = off for 3x3 only",
+                             "mazes as the generator makes them; auto = on, but not for 3x3 or a "
+                             "model from scratch",
                              choices=("auto", "on", "off"))
     maze_held_out: int = option(200, "how many mazes to hold out with --maze-bench off",
                                 positive=True, at_most=1000)
@@ -83,7 +84,9 @@ class Options:
     # fmt: on
 
 
-_SOURCE = {  # AlphaMaze's own settings
+# AlphaMaze's own settings, but for SFT's learning rate: the source trained all weights, at 1e-5;
+# here it is LoRA, which wants more.
+_SOURCE = {
     "prompts_per_step": 2,
     "num_generations": 4,
     "max_prompt_length": 1024,
@@ -96,22 +99,42 @@ _SOURCE = {  # AlphaMaze's own settings
     "loss_type": "grpo",
     "max_steps": 1600,
     "sft_steps": 3125,
-    "sft_learning_rate": 1e-5,
+    "sft_learning_rate": 1e-4,
     "eval_examples": 100,
 }
+_GPU = {**_SOURCE, "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "eval_every": 200}
 
 DEFAULTS = {
-    "cpu": {
+    "scratch": {
+        "scratch_hidden_size": 128,
+        "scratch_layers": 6,
+        "scratch_heads": 4,
+        "max_prompt_length": 128,  # size x (size + 1) tokens: up to 10x10
+        "max_completion_length": 64,  # a path has size x size - 1 moves at most: up to 8x8
+        "sft_steps": 900,
+        "sft_batch_size": 32,
+        "sft_learning_rate": 2e-3,
+        "sft_lr_scheduler": "constant",
+        "warmup_ratio": 0.02,
+        "weight_decay": 0.1,
+        "max_steps": 400,
         "prompts_per_step": 32,
         "num_generations": 8,
-        "max_prompt_length": 64,
-        "max_completion_length": 16,
-        "learning_rate": 1e-4,
-        "sft_learning_rate": 1e-3,
-        "sft_batch_size": 64,
+        "learning_rate": 3e-4,
+        "temperature": 1.2,
+        "eval_every": 50,
     },
-    "a10": {**_SOURCE, "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "quantize": "nf4"},
-    "a6000": {**_SOURCE, "model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"},
+    # What a CPU can bear. The drawings of 5x5 are some 450 tokens each: 1,024 would cut most.
+    "cpu": {
+        **_SOURCE,
+        "maze_size": 3,
+        "max_completion_length": 1024,
+        "sft_steps": 500,
+        "sft_batch_size": 4,
+        "max_steps": 200,
+    },
+    "a10": {**_GPU, "quantize": "nf4"},
+    "a6000": _GPU,
 }
 
 
@@ -156,7 +179,7 @@ def resolve(options: Options, from_scratch: bool) -> Options:
         "maze_size": size,
         "maze_format": "direct" if from_scratch else "visual",
         "maze_instructions": "off" if from_scratch else "on",
-        "maze_bench": "on" if size >= SMALLEST_BENCH else "off",
+        "maze_bench": "off" if from_scratch or size < SMALLEST_BENCH else "on",
     }
     open_ones = {n: v for n, v in decided.items() if getattr(options, n) in ("auto", 0)}
     return replace(options, **open_ones)

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Mapping
@@ -175,8 +174,8 @@ def _disk_problem(error: Exception) -> str:
 # Find
 
 
-def find_checkpoint(run_dir: str | Path, stage: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run (of one stage), and notes on what was passed over.
+def find_checkpoint(run_dir: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and notes on what was passed over.
 
     run_dir may also be a checkpoint's own folder: then it is that one. Raises UserError if there
     is no such folder.
@@ -197,7 +196,7 @@ def find_checkpoint(run_dir: str | Path, stage: str | None = None) -> tuple[Path
         elif path.name.startswith(SET_ASIDE):
             notes.append(f"passed over a checkpoint of an abandoned course: {path}")
             continue
-        if folder_position(path) is None or (stage and not path.name.startswith(f"{stage}-")):
+        if folder_position(path) is None:
             continue
         if (path / STATE_FILE).is_file():
             found.append(path)
@@ -344,31 +343,23 @@ def load_into(
 # ---------------------------------------------------------------------------------------------
 # Random generators
 
-Generator = torch.Generator | random.Random
 
-
-def random_state(generators: Mapping[str, Generator]) -> dict[str, Any]:
+def random_state(generators: Mapping[str, torch.Generator]) -> dict[str, str]:
     """The state of each generator, as JSON takes it."""
-    return {name: _one_state(generator) for name, generator in generators.items()}
+    return {
+        name: base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+        for name, generator in generators.items()
+    }
 
 
-def _one_state(generator: Generator) -> Any:
-    if isinstance(generator, random.Random):
-        version, words, gauss = generator.getstate()
-        return [version, list(words), gauss]
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-
-
-def restore_random_state(generators: Mapping[str, Generator], saved: Mapping[str, Any]) -> None:
+def restore_random_state(
+    generators: Mapping[str, torch.Generator], saved: Mapping[str, Any]
+) -> None:
     """Set each generator to its saved state; UserError if one is absent or of another kind."""
     for name, generator in generators.items():
         try:
-            if isinstance(generator, random.Random):
-                version, words, gauss = saved[name]
-                generator.setstate((version, tuple(words), gauss))
-            else:
-                words = bytearray(base64.b64decode(saved[name], validate=True))
-                generator.set_state(torch.frombuffer(words, dtype=torch.uint8))
+            words = bytearray(base64.b64decode(saved[name], validate=True))
+            generator.set_state(torch.frombuffer(words, dtype=torch.uint8))
         except (KeyError, TypeError, ValueError, RuntimeError):
             raise UserError(
                 f"the checkpoint has no fitting state of the random generator '{name}' (another "

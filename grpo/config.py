@@ -1,8 +1,10 @@
 """Every knob once: its name, its default, its help. The command line is made from this file.
 
-A setting takes its value from the strongest of: an explicit flag, the task's DEFAULTS for the
-preset, the preset, the default below. With --resume, the saved run's config.json stands in for
-the last three. No torch in here, so that --help answers at once.
+A setting takes its value from the strongest of: an explicit flag, the task's DEFAULTS, those of
+FROM_SCRATCH if the model is made from scratch, the preset, the default below. The task has DEFAULTS
+for a model made from scratch, whatever the machine, and for a pretrained one on each preset. With
+--resume, the saved run's config.json stands in for all but the flags. No torch in here, so that
+--help answers at once.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from grpo.flags import (
     with_dashes,
 )
 from grpo.impossible import parse_weights, refuse_impossible
+from grpo.scratch import SCRATCH, made_from_scratch
 
 # A task's Options: a dataclass of its own flags. Only the task's module knows its fields.
 Options = Any
@@ -73,7 +76,8 @@ class Config:
     scratch_layers: int = option(6, "layers of a fresh model", positive=True)
     scratch_heads: int = option(6, "attention heads of a fresh model", positive=True)
     lora_rank: int = option(32, "rank of the LoRA adapter; 0 = train all weights", at_least=0)
-    lora_alpha: int = option(32, "LoRA scale is alpha / rank", positive=True)
+    lora_alpha: int | None = option(None, "LoRA scale is alpha / rank; none = the rank, scale 1",
+                                    positive=True)
     lora_targets: str = option("all-linear", "modules with LoRA: all-linear, or as q_proj,v_proj")
 
     prompts_per_step: int = option(8, "prompts (groups) in one optimizer step", positive=True,
@@ -150,12 +154,11 @@ class Config:
 
 # What fits the machine. What fits the task (steps, lengths, learning rates) is the task's DEFAULTS.
 PRESETS: dict[str, dict[str, Any]] = {
-    # A few million weights, trained whole: LoRA would save nothing.
+    # The rows and tokens are for a pretrained model given as --model, in 16 GB.
     "cpu": {
-        "model": "scratch",
-        "lora_rank": 0,
-        "rollout_rows": 128,
-        "tokens_per_micro_batch": 8192,
+        "model": SCRATCH,
+        "rollout_rows": 16,
+        "tokens_per_micro_batch": 2048,
     },
     # 24 GB: 1 GB of weights, an fp32 adapter, and most of the rest for the cache and activations.
     "a10": {
@@ -171,6 +174,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tokens_per_micro_batch": 16384,
         "gradient_checkpointing": True,
     },
+}
+
+# Over the preset: a few million weights, for which LoRA and small batches would save nothing.
+FROM_SCRATCH: dict[str, Any] = {
+    "lora_rank": 0,
+    "rollout_rows": 256,
+    "tokens_per_micro_batch": 8192,
+    "gradient_checkpointing": False,
 }
 
 # These say where, how much to print and what to keep; another value trains the same policy.
@@ -191,19 +202,21 @@ def parse(argv: list[str]) -> tuple[Config, Options, set[str]]:
     `--help` prints and exits with 0.
     """
     argv = [with_dashes(word) for word in argv]
-    # --task, --preset and --resume decide which other flags there are, and their defaults.
+    # These four decide which other flags there are, and their defaults.
     first = FlagParser(add_help=False)
     add_flags(first, Config, "", {})
     given = vars(first.parse_known_args(argv)[0])
-    chosen = {n: checked(Config, n, given[n]) for n in ("task", "preset", "resume") if n in given}
+    decisive = ("task", "preset", "model", "resume")
+    chosen = {n: checked(Config, n, given[n]) for n in decisive if n in given}
     base, options_class = _base(chosen)
 
-    task, preset = base["task"], base["preset"]
+    task = base["task"]
     parser = FlagParser(
         prog="train.py",
         description="Train a language model by GRPO: a supervised start, GRPO, evaluations.",
-        epilog=f"In brackets: the value for --task {task} --preset {preset}. The tasks "
-        f"({', '.join(data.task_names())}) have flags of their own; see --task NAME --help.",
+        epilog=f"In brackets: the value for --task {task} --preset {base['preset']} --model "
+        f"{base['model']}. The tasks ({', '.join(data.task_names())}) have flags of their own; see "
+        "--task NAME --help.",
     )
     add_flags(parser, Config, "", base)
     add_flags(parser, options_class, f"the {task} task", base)
@@ -220,6 +233,9 @@ def parse(argv: list[str]) -> tuple[Config, Options, set[str]]:
         config.completions_per_step = None
     if config.output_dir is None:
         config.output_dir = f"runs/{task}-{datetime.now():%Y%m%d-%H%M%S}"
+    module = data.task_module(task)
+    if hasattr(module, "resolve"):
+        options = module.resolve(options, made_from_scratch(config.model))
     return config, options, set(flags)
 
 
@@ -234,12 +250,33 @@ def _base(chosen: dict[str, Any]) -> tuple[dict[str, Any], type]:
         base = {**asdict(config), **asdict(options)}
         return {n: v for n, v in base.items() if n not in ("resume", "dry_run")}, type(options)
     task, preset = chosen.get("task", Config.task), chosen.get("preset", Config.preset)
+    usual = PRESETS[preset] | _task_defaults(task, preset)
+    model = chosen.get("model", usual["model"])
+    base: dict[str, Any] = {}
+    for values in _layers(task, preset, model).values():
+        base |= values
+    base |= {"task": task, "preset": preset, "model": model}
+    return base, data.task_module(task).Options
+
+
+def _layers(task: str, preset: str, model: str) -> dict[str, dict[str, Any]]:
+    """The settings over the dataclasses' defaults, by where they come from, the weakest first."""
+    scratch = made_from_scratch(model)
+    return {
+        f"preset {preset}": PRESETS[preset],
+        "from scratch": FROM_SCRATCH if scratch else {},
+        f"task {task}": _task_defaults(task, SCRATCH if scratch else preset),
+    }
+
+
+def _task_defaults(task: str, kind: str) -> dict[str, Any]:
+    """A task's DEFAULTS for a preset, or for "scratch"."""
     module = data.task_module(task)
-    layers = [PRESETS[preset], getattr(module, "DEFAULTS", {}).get(preset, {})]
-    for name in layers[1]:
+    values = getattr(module, "DEFAULTS", {}).get(kind, {})
+    for name in values:
         if _owner(name, module.Options) is None:
-            raise UserError(f"data/{task}.py: DEFAULTS[{preset!r}] names no setting: {name}")
-    return {**layers[0], **layers[1], "task": task, "preset": preset}, module.Options
+            raise UserError(f"data/{task}.py: DEFAULTS[{kind!r}] names no setting: {name}")
+    return values
 
 
 def _saved_run(resume: str) -> tuple[Config, Options]:
@@ -359,21 +396,26 @@ def changed_settings(saved: tuple[Config, Options], now: tuple[Config, Options])
 
 
 def describe(config: Config, options: Options, explicit: set[str]) -> str:
-    """A table for --dry-run: setting, value, and where the value came from."""
-    task_values = getattr(data.task_module(config.task), "DEFAULTS", {}).get(config.preset, {})
+    """A table for --dry-run: setting, value, and where the value came from.
+
+    "derived": decided from other settings or by the machine, where the default leaves it open.
+    """
+    defaults = {f.name: f.default for owner in (config, options) for f in fields(owner)}
+    origins = dict.fromkeys(defaults, "default")
+    for origin, values in _layers(config.task, config.preset, config.model).items():
+        origins |= dict.fromkeys(values, origin)
+    if config.resume:
+        origins = dict.fromkeys(defaults, "saved run")
+    origins |= dict.fromkeys(explicit, "flag")
+    if "completions_per_step" in explicit:
+        origins["prompts_per_step"] = "flag"
     rows = []
     for name, value in {**asdict(config), **asdict(options)}.items():
         if name == "completions_per_step":
             continue  # parse has turned it into prompts_per_step
-        origin = "default"
-        if name in explicit or (name == "prompts_per_step" and "completions_per_step" in explicit):
-            origin = "flag"
-        elif config.resume:
-            origin = "saved run"
-        elif name in task_values:
-            origin = f"task {config.task}"
-        elif name in PRESETS[config.preset]:
-            origin = f"preset {config.preset}"
+        origin = origins[name]
+        if origin == "default" and value != defaults[name]:
+            origin = "derived"
         rows.append((name, show(value), origin))
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return "\n".join(f"{n:<{widths[0]}}  {v:<{widths[1]}}  {o}" for n, v, o in rows)

@@ -115,8 +115,9 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
                     linewidth=1.8, label=stage.upper())  # fmt: skip
     ends = dict(course[i] for course in courses.values() if course for i in (0, -1))
     for x, y in ends.items():
+        side = "left" if x == min(ends) else "right"
         ax.annotate(f"{y:.0f}%", (x, y), xytext=(0, 8), textcoords="offset points",
-                    ha="left" if x == min(ends) else "right", color=INK, fontweight="bold")  # fmt: skip
+                    ha=side, color=INK, fontweight="bold")  # fmt: skip
     if sft_steps:
         ax.axvline(sft_steps, color=MUTED, linewidth=0.8, linestyle=":")
     _tidy(ax, "Held-out problems solved, %")

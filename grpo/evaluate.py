@@ -132,7 +132,7 @@ def _judge(policy, task, example, completion) -> tuple[str, bool, str]:
 
 
 def table(evaluations: dict[str, dict]) -> str:
-    """Summaries side by side as text, a row a level.
+    """Summaries side by side as text, a row a level, and one for each pass@k that they have.
 
     >>> print(table({"after_sft": {"accuracy": 0.5, "examples": 4, "levels": {}}}))
                     after_sft
@@ -147,6 +147,12 @@ def table(evaluations: dict[str, dict]) -> str:
     for label, level in rows:
         cells = [e if level is None else e["levels"].get(level) for e in evaluations.values()]
         count = next(c["examples"] for c in cells if c)
-        shares = [f"{100 * c['accuracy']:.1f}%" if c else "-" for c in cells]
-        lines.append(f"{label} ({count})".ljust(width) + "".join(f"{s:>12}" for s in shares))
+        lines.append(_row(f"{label} ({count})", width, [c and c["accuracy"] for c in cells]))
+    for name in dict.fromkeys(n for e in evaluations.values() for n in e if n.startswith("pass@")):
+        lines.append(_row(name, width, [e.get(name) for e in evaluations.values()]))
     return "\n".join(lines)
+
+
+def _row(label: str, width: int, shares: Sequence[float | None]) -> str:
+    cells = ["-" if share is None else f"{100 * share:.1f}%" for share in shares]
+    return label.ljust(width) + "".join(f"{cell:>12}" for cell in cells)

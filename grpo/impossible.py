@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from grpo.errors import UserError
+from grpo.scratch import SCRATCH
 
 if TYPE_CHECKING:
     from grpo.config import Config
@@ -36,8 +37,8 @@ def _group_problems(c: Config) -> list[tuple[bool, str]]:
 
 
 def _model_problems(c: Config) -> list[tuple[bool, str]]:
-    scratch = c.model == "scratch"
-    head = c.scratch_hidden_size // c.scratch_heads
+    scratch = c.model == SCRATCH
+    width, heads = c.scratch_hidden_size, c.scratch_heads
     return [
         (c.adapter is not None and c.lora_rank == 0,
          "--adapter needs LoRA, but --lora-rank is 0; give --lora-rank the adapter's rank"),
@@ -51,9 +52,9 @@ def _model_problems(c: Config) -> list[tuple[bool, str]]:
          "--add-tokens is for a pretrained model; --model scratch has the task's tokens already"),
         (scratch and c.stage == "eval" and c.resume is None,
          "--stage eval with --model scratch would judge an untrained model; give a trained one"),
-        (scratch and (c.scratch_hidden_size % c.scratch_heads != 0 or head % 2 != 0),
-         f"--scratch-hidden-size {c.scratch_hidden_size} in {c.scratch_heads} heads: each head "
-         "needs the same, even width"),
+        (scratch and width % (2 * heads) != 0,  # rotary positions pair a head's numbers
+         f"--scratch-hidden-size {width} in --scratch-heads {heads}: each head needs the same, "
+         f"even width; use {max(1, round(width / (2 * heads))) * 2 * heads}"),
         (c.stage == "sft" and c.sft_steps == 0, "--stage sft with --sft-steps 0 has no step to do"),
     ]  # fmt: skip
 

@@ -39,13 +39,14 @@ REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def new_lora(
     model: nn.Module,
     rank: int,
-    alpha: float,
+    alpha: float | None,
     targets: str | Sequence[str],
     new_token_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> PeftModel:
     """The model with a fresh adapter: its outputs are exactly the base's until the first step.
 
+    alpha: the change is scaled by alpha / rank; None for a scale of 1.
     targets: "all-linear" (every linear layer but the output head), or names such as
     "q_proj,v_proj"; UserError for a name that no linear layer has. new_token_ids: rows of the
     embedding, and of an untied head, that are trained whole besides (new tokens have no meaning
@@ -56,7 +57,7 @@ def new_lora(
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=rank if alpha is None else alpha,
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2
         target_modules=_check_targets(model, list(targets)),

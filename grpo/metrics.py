@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -66,14 +67,21 @@ def rollout_metrics(rollout: Rollout, num_generations: int) -> dict[str, float]:
 
 
 def update_metrics(sums: dict[str, float], num_iterations: int) -> dict[str, float]:
-    """The loss of the step and means over the tokens that were learned from, from summed parts."""
-    tokens, ratios = max(sums.get("tokens", 0), 1), max(sums.get("ratios", 0), 1)
+    """The loss of the step and means over the tokens that were learned from, from summed parts.
+
+    Without such a token the means are NaN, not 0: no group had a spread, as frac_reward_zero_std
+    tells, and nothing was measured.
+    """
+
+    def share(part: str, whole: str) -> float:
+        return sums[part] / sums[whole] if sums.get(whole) else math.nan
+
     return {
         "loss": sums.get("loss", 0.0) / num_iterations,
-        "kl": sums.get("kl", 0.0) / tokens,
-        "entropy": sums.get("entropy", 0.0) / tokens,
-        "clip_ratio/low_mean": sums.get("clip_low", 0.0) / ratios,
-        "clip_ratio/high_mean": sums.get("clip_high", 0.0) / ratios,
+        "kl": share("kl", "tokens"),
+        "entropy": share("entropy", "tokens"),
+        "clip_ratio/low_mean": share("clip_low", "ratios"),
+        "clip_ratio/high_mean": share("clip_high", "ratios"),
     }
 
 

@@ -18,6 +18,10 @@ import torch
 
 from grpo.attention import PackedLayout
 
+# Attention pads the completions to the longest of a batch, and its prompts likewise. So padded they
+# may have this many times the budget: a row of 4,096 tokens beside 200 of 16 would have 100 times.
+PADDING = 2
+
 
 @dataclass
 class Group:
@@ -84,26 +88,53 @@ def pack(groups: Sequence[Group], device: torch.device | str) -> PackedBatch:
 def micro_batches(
     groups: Sequence[Group], token_budget: int, device: torch.device | str
 ) -> Iterator[PackedBatch]:
-    """Groups in order, as packed batches of at most `token_budget` tokens.
+    """Groups in order, as packed batches of at most `token_budget` tokens, PADDING times as many
+    once padded.
 
     A group that does not fit is split, its prompt repeated in each part; a single completion that
     is over the budget by itself is a batch by itself, since it cannot be cut.
     """
     batch: list[Group] = []
-    used = 0
+    size = _Size()
     for group in groups:
         part: Group | None = None
         for completion, row in zip(group.completions, group.rows, strict=True):
-            needed = len(completion) + (len(group.prompt) if part is None else 0)
-            if used and used + needed > token_budget:
+            larger = size.with_row(len(completion), group.prompt if part is None else None)
+            if batch and not larger.within(token_budget):
                 yield pack(batch, device)
-                batch, used, part = [], 0, None
-                needed = len(completion) + len(group.prompt)
+                batch, part = [], None
+                larger = _Size().with_row(len(completion), group.prompt)
             if part is None:
                 part = Group(group.prompt, [], [])
                 batch.append(part)
             part.completions.append(completion)
             part.rows.append(row)
-            used += needed
+            size = larger
     if batch:
         yield pack(batch, device)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a batch that is being filled."""
+
+    tokens: int = 0
+    prompts: int = 0
+    longest_prompt: int = 0
+    rows: int = 0
+    longest_row: int = 0
+
+    def with_row(self, row: int, prompt: list[int] | None) -> _Size:
+        """With a completion of `row` tokens, and its prompt unless that is in the batch already."""
+        new = 0 if prompt is None else len(prompt)
+        return _Size(
+            self.tokens + row + new,
+            self.prompts + (prompt is not None),
+            max(self.longest_prompt, new),
+            self.rows + 1,
+            max(self.longest_row, row),
+        )
+
+    def within(self, budget: int) -> bool:
+        padded = max(self.rows * self.longest_row, self.prompts * self.longest_prompt)
+        return self.tokens <= budget and padded <= PADDING * budget

@@ -26,6 +26,7 @@ from grpo.errors import UserError
 from grpo.lora import REFERENCE, TRAINED, new_lora, trained_lora
 from grpo.memory import ModelShape, model_shape
 from grpo.pretrained import load_pretrained, pick_device, pick_dtype, pretrained_config
+from grpo.scratch import SCRATCH
 from grpo.tokenizer import (
     add_tokens,
     end_of_turn,
@@ -34,8 +35,7 @@ from grpo.tokenizer import (
     scratch_tokenizer,
 )
 
-SCRATCH = "scratch"
-SCRATCH_POSITIONS = 4096
+SCRATCH_POSITIONS = 4096  # at least: longer prompts and completions get more
 
 
 @dataclass
@@ -157,7 +157,6 @@ def load_policy(
     fresh one of that rank; rank 0 trains every weight.
     """
     device = pick_device(config.device)
-    _check_settings(config)
     if config.model == SCRATCH:
         model, tokenizer = scratch_model(config, scratch_tokens, attention)
         model.to(device)
@@ -196,19 +195,6 @@ def load_policy(
     )
 
 
-def _check_settings(config) -> None:
-    scratch = config.model == SCRATCH
-    if scratch and config.adapter:
-        raise UserError("--adapter: a model made from scratch has none; give its base as --model")
-    if scratch and config.quantize != "none":
-        raise UserError("--quantize: a model made from scratch is trained whole, not in 4 bits")
-    if config.quantize != "none" and not config.adapter and config.lora_rank == 0:
-        raise UserError(
-            f"--quantize {config.quantize}: 4-bit weights cannot be trained; set --lora-rank, "
-            "as --lora-rank 32, or leave out --quantize"
-        )
-
-
 def _add_new_tokens(config, model, tokenizer, new_tokens: Sequence[str]) -> list[int]:
     if not config.add_tokens or config.model == SCRATCH:
         return []
@@ -227,24 +213,19 @@ def scratch_model(
 
     Its sizes are config.scratch_hidden_size, scratch_layers and scratch_heads; the MLP is three
     times as wide, the head is tied to the embedding. Raises UserError if the task has no such
-    tokens or the heads do not divide the width into even parts (rotary positions pair the numbers).
+    tokens.
     """
     if tokens is None:
         raise UserError("--model scratch: this task has no vocabulary for it; give a model")
-    width, heads = config.scratch_hidden_size, config.scratch_heads
-    if width % (2 * heads):
-        raise UserError(
-            f"--scratch-hidden-size {width}: not a multiple of 2 x --scratch-heads {heads}; "
-            f"use {max(1, round(width / (2 * heads))) * 2 * heads}"
-        )
+    longest = config.max_prompt_length + config.max_completion_length
     tokenizer = scratch_tokenizer(tokens)
     model_config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=3 * width,
+        hidden_size=config.scratch_hidden_size,
+        intermediate_size=3 * config.scratch_hidden_size,
         num_hidden_layers=config.scratch_layers,
-        num_attention_heads=heads,
-        max_position_embeddings=SCRATCH_POSITIONS,
+        num_attention_heads=config.scratch_heads,
+        max_position_embeddings=max(SCRATCH_POSITIONS, longest),
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -267,13 +248,14 @@ def _switch_off_noise(model: nn.Module) -> None:
             holder.p = 0.0
 
 
-def load_shape(config, scratch_tokens: Sequence[str] | None) -> tuple[ModelShape, int]:
-    """(the model's shape, bytes of a weight) without loading it: what --dry-run needs."""
+def load_shape(config, scratch_tokens: Sequence[str] | None) -> tuple[ModelShape, torch.dtype]:
+    """(the model's shape, the dtype of its weights) without loading it: what --dry-run needs."""
     device = pick_device(config.device)
     if config.model == SCRATCH:
-        return model_shape(scratch_model(config, scratch_tokens, ATTENTION)[0].config), 4
+        model, _ = scratch_model(config, scratch_tokens, ATTENTION)
+        return model_shape(model.config), model.dtype
     shape = model_shape(pretrained_config(config))
     parameters = shape.linear_parameters + shape.other_parameters
     frozen = config.lora_rank > 0 or config.adapter is not None
     dtype = pick_dtype(config.dtype, device, frozen, config.quantize != "none", parameters)
-    return shape, dtype.itemsize
+    return shape, dtype

@@ -35,7 +35,10 @@ PARTS = ("metrics.jsonl", "results.json", "checkpoints", "sft", "grpo")
 
 
 def check_output(run_dir: Path, resume: bool, needed_bytes: int = 0) -> None:
-    """Raise UserError for a folder that a run could not write to; it is made, and nothing more."""
+    """Raise UserError for a folder that a run could not write to; it is made, and nothing more.
+
+    needed_bytes: what the run will write, roughly; 0 to leave the free space unchecked.
+    """
     where = f"--output-dir {run_dir}"
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{where}: the output folder is an ordinary file; give another name")
@@ -96,10 +99,9 @@ class Recorder:
     resume: go on in a directory that a run has begun; a fresh run refuses one.
     resume_at: (stage, step) of the checkpoint that is gone on from; the metrics after it are cut
         off, since their steps are done again. None with resume=True starts the metrics afresh.
-    needed_bytes: what the run will write, roughly; 0 to leave the free space unchecked.
 
-    Raises UserError, at once, for a directory that cannot be made or written, one that holds
-    another run, and a disk with too little space.
+    Raises UserError, at once, for a directory that cannot be made or written, and one that holds
+    another run.
     """
 
     def __init__(
@@ -109,12 +111,11 @@ class Recorder:
         *,
         resume: bool = False,
         resume_at: tuple[str, int] | None = None,
-        needed_bytes: int = 0,
     ):
         self.run_dir = Path(run_dir)
         self.resume_at = resume_at
         self._boards: dict[str, Any] = {}
-        check_output(self.run_dir, resume, needed_bytes)
+        check_output(self.run_dir, resume)
         if resume:
             self._cut_metrics()
         try:
@@ -264,7 +265,8 @@ class Progress:
     def step(self, metrics: Mapping[str, float]) -> None:
         """One step done, with its metrics."""
         order = ("reward" if "reward" in metrics else "loss", *SHOWN)
-        shown = ((name.split("/")[-1], metrics[name]) for name in order if name in metrics)
+        known = (name for name in order if not math.isnan(metrics.get(name, math.nan)))
+        shown = ((name.split("/")[-1], metrics[name]) for name in known)
         self._bar.set_postfix_str(", ".join(f"{n} {v:.3g}" for n, v in shown), refresh=False)
         self._bar.update()
 

@@ -33,6 +33,7 @@ from grpo.stages import (
     sft_stage,
 )
 from grpo.startup import (
+    as_on_this_machine,
     disk_needed,
     keep_screen_clear,
     load_task,
@@ -136,11 +137,11 @@ def summarise(this: Run) -> None:
 def dry_run(config: Config, options, flags: set[str]) -> int:
     """Print the resolved settings, the tokens of a step and the memory; compute nothing."""
     _, scratch_tokens = load_task(config, options)
-    shape, compute_bytes = load_shape(config, scratch_tokens)
-    print(describe(config, options, flags))
+    shape, dtype = load_shape(config, scratch_tokens)
+    print(describe(as_on_this_machine(config, dtype), options, flags))
     print()
     for name, count in tokens_per_step(config).items():
         print(f"{name:<22}{count:>12,}")
     print()
-    print(describe_memory(estimate(shape, config, compute_bytes)))
+    print(describe_memory(estimate(shape, config, dtype.itemsize)))
     return 0

@@ -21,17 +21,10 @@ from grpo.training import Training, step_indices
 
 def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
     """Train on task.sft until config.sft_steps or a request to stop."""
-    if not task.sft:
-        raise UserError(
-            f"--stage {config.stage}: the task {task.name} has no examples with targets to start "
-            "from; leave SFT out with --sft-steps 0"
-        )
     for step in run.steps():
         started = time.perf_counter()
         indices = step_indices(step, config.sft_batch_size, len(task.sft), config.seed)
-        groups = [
-            supervised_group(policy, task.sft[i], row, config) for row, i in enumerate(indices)
-        ]
+        groups = fitting_groups(policy, [task.sft[i] for i in indices], config, run)
         tokens = sum(len(g.completions[0]) for g in groups)
         prompt_tokens = sum(len(g.prompt) for g in groups)
         run.set_learning_rate(config.sft_learning_rate, config.sft_lr_scheduler)
@@ -56,6 +49,25 @@ def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
         )
 
 
+def fitting_groups(
+    policy: Policy, examples: list[Example], config: Config, run: Training
+) -> list[Group]:
+    """The examples of a step, without those that are longer than the model has positions for."""
+    groups = [supervised_group(policy, e, row, config) for row, e in enumerate(examples)]
+    lengths = [len(g.prompt) + len(g.completions[0]) for g in groups]
+    limit = policy.context_length or max(lengths)
+    if min(lengths) > limit:
+        raise UserError(
+            f"step {run.step + 1} of sft: none of its {len(groups)} examples, of {min(lengths)} "
+            f"tokens or more, fits the model's {limit} positions; give another model, or leave SFT "
+            "out with --sft-steps 0"
+        )
+    if max(lengths) > limit:
+        run.warn([f"an SFT example of {max(lengths)} tokens does not fit the model's {limit} "
+                  "positions; such examples are left out"])  # fmt: skip
+    return [group for group, length in zip(groups, lengths, strict=True) if length <= limit]
+
+
 def supervised_group(policy: Policy, example: Example, row: int, config: Config) -> Group:
     """An example as a group of one: its prompt, and its target ended by a stop token."""
     if not example.target:
@@ -64,9 +76,4 @@ def supervised_group(policy: Policy, example: Example, row: int, config: Config)
     if not prompt:
         raise UserError("an SFT example has an empty prompt: nothing would predict its first token")
     target = encode_target(policy.tokenizer, example.target) + [policy.end_token_id]
-    if policy.context_length and len(prompt) + len(target) > policy.context_length:
-        raise UserError(
-            f"an SFT example of {len(prompt)} + {len(target)} tokens does not fit the model's "
-            f"{policy.context_length} positions; leave it out"
-        )
     return Group(prompt, [target], [row])

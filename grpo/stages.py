@@ -26,8 +26,9 @@ from grpo.evaluate import Evaluation, evaluate
 from grpo.export import save_adapter, save_merged, write_model_card
 from grpo.interrupt import Stopped, StopRequest
 from grpo.optimizer import build_optimizer
-from grpo.policy import SCRATCH, Policy, load_policy
+from grpo.policy import Policy, load_policy
 from grpo.record import Recorder, read_results
+from grpo.scratch import SCRATCH
 from grpo.startup import check_prompts, trained_stages
 from grpo.supported import check_supported
 from grpo.training import Training

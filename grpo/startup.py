@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -17,11 +18,14 @@ from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.config import Config, changed_settings, from_json
 from grpo.errors import UserError
 from grpo.memory import ModelShape, trainable_parameters
-from grpo.policy import SCRATCH, Policy, load_shape
-from grpo.tokenizer import SCRATCH_TEMPLATE, render_prompt
+from grpo.policy import Policy, load_shape
+from grpo.pretrained import pick_device
+from grpo.scratch import SCRATCH, made_from_scratch
+from grpo.tokenizer import encode_target, render_prompt
 from rewards import weighted_sum
 
 CHECKED_PROMPTS = 2_000  # lengths of so many prompts of each set are looked up
+CHECKED_TARGETS = 100  # and of so many SFT targets
 LOG_BYTES = 50_000_000  # metrics, TensorBoard, completions and pictures of a long run
 ADAM_BYTES = {"adamw": 8}  # of a weight's two states; 2 if they are held in 8 bits
 
@@ -41,6 +45,17 @@ def physical_cores() -> int:
     return len(cores)
 
 
+def as_on_this_machine(config: Config, dtype: torch.dtype) -> Config:
+    """The settings with device, dtype and threads as they are here, to be shown. In config.json
+    they stay as they were given: a resume may be on another machine."""
+    return replace(
+        config,
+        device=pick_device(config.device).type,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=config.threads or physical_cores(),
+    )
+
+
 def keep_screen_clear() -> None:
     """Warnings as a line above the bar; no bars of the libraries but those of downloads."""
     warnings.showwarning = lambda text, *_, **__: tqdm.write(f"warning: {text}", file=sys.stderr)
@@ -58,13 +73,6 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
     return task, tokens
-
-
-def made_from_scratch(model: str) -> bool:
-    """Whether the model knows nothing but a task's own tokens: a fresh one, or one of our exports
-    of it, which can be told by its tokenizer's chat template."""
-    template = Path(model) / "chat_template.jinja"
-    return model == SCRATCH or (template.is_file() and template.read_text() == SCRATCH_TEMPLATE)
 
 
 def trained_stages(config: Config) -> list[str]:
@@ -98,7 +106,8 @@ def disk_needed(config: Config, scratch_tokens: list[str] | None) -> int:
     stages = len(trained_stages(config))
     if not stages:
         return LOG_BYTES
-    shape, weight_bytes = load_shape(config, scratch_tokens)
+    shape, dtype = load_shape(config, scratch_tokens)
+    weight_bytes = dtype.itemsize
     models = (shape.linear_parameters + shape.other_parameters) * weight_bytes
     # One more than are kept: the next is whole before the oldest goes.
     checkpoints = (config.keep_checkpoints + 1) * checkpoint_bytes(config, shape, weight_bytes)
@@ -114,9 +123,14 @@ def checkpoint_bytes(config: Config, shape: ModelShape, weight_bytes: int) -> in
 
 
 def check_prompts(config: Config, task: Task, policy: Policy) -> None:
-    """Refuse a prompt over max_prompt_length, since cutting it would change the question, and one
-    that the tokenizer cannot spell."""
+    """Refuse a prompt over max_prompt_length, since cutting it would change the question, one that
+    the tokenizer cannot spell, a stage without examples, and answers that could never be right."""
     stages = trained_stages(config)
+    if "sft" in stages and not task.sft:
+        raise UserError(
+            f"--stage {config.stage}: the task {task.name} has no examples with targets to start "
+            "from; leave SFT out with --sft-steps 0"
+        )
     sets = {
         "SFT": task.sft if "sft" in stages else (),
         "training": task.train if "grpo" in stages else (),
@@ -127,6 +141,8 @@ def check_prompts(config: Config, task: Task, policy: Policy) -> None:
     for name, examples in sets.items():
         for i in range(min(len(examples), CHECKED_PROMPTS)):
             _check_prompt(config, policy, examples[i], f"{name} example {i + 1}")
+    if "sft" in stages:
+        _check_targets(config, task, policy)
 
 
 def _check_prompt(config: Config, policy: Policy, example: Example, what: str) -> None:
@@ -142,3 +158,20 @@ def _check_prompt(config: Config, policy: Policy, example: Example, what: str) -
             f"--model {config.model}: its tokenizer cannot spell the prompt of {what}; give the "
             "task's settings that the model was trained with (config.json of its run has them)"
         )
+
+
+def _check_targets(config: Config, task: Task, policy: Policy) -> None:
+    """Whether what SFT teaches could be sampled within max_completion_length, stop token included.
+    The warning comes once, although every stage checks: Python shows a warning once a place."""
+    limit, count = config.max_completion_length, min(len(task.sft), CHECKED_TARGETS)
+    targets = (encode_target(policy.tokenizer, task.sft[i].target) for i in range(count))
+    lengths = [len(ids) + 1 for ids in targets]
+    over = sum(length > limit for length in lengths)
+    found = (
+        f"--max-completion-length {limit}: {over} of the first {count} SFT targets are longer, up "
+        f"to {max(lengths)} tokens"
+    )
+    if over > count / 2:
+        raise UserError(f"{found}; no sample of theirs could ever be right: raise it")
+    if over:
+        warnings.warn(f"{found}; no sample of theirs can be right", stacklevel=2)

@@ -15,11 +15,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo.errors import UserError
+from grpo.scratch import SCRATCH_TEMPLATE
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-
-# Each message on a line of its own; the model goes on from there, so nothing opens its turn.
-SCRATCH_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
 
 # A new embedding is the mean of the old ones plus this share of their spread: near enough to the
 # mean that no new token is likely at first, far enough that two of them can be told apart.

@@ -11,7 +11,8 @@
 documented is what the source says of its rewards, verbatim and v2 what its first and its later
 published code compute. Where the saying leaves room, documented means: white space between the
 moves does not matter; an empty answer is not valid; the answer ends at a second </think>; the
-format begins with <think> at the very start and, for strict, ends with a newline.
+format begins with <think> at the very start and, for strict, ends with a newline. The source's own
+SFT target does not end with one, so that target earns 3.25 of 3.75.
 
 Every function is linear in the length of the text, since a policy may write thousands of tokens.
 """

@@ -153,6 +153,8 @@ def build_config(**changes):
         "lora_rank": 0,
         "lora_alpha": 8,
         "lora_targets": "all-linear",
+        "max_prompt_length": 16,
+        "max_completion_length": 16,
         "beta": 0.04,
         "gradient_checkpointing": False,
     }

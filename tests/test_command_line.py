@@ -425,8 +425,10 @@ assert not [name for name in sys.modules if name.split(".")[0] == "grpo"]
 def test_what_is_exported_loads_without_this_project(server, whole, tmp_path):
     """SFT and GRPO by LoRA on a trained model: the adapter's base is the SFT's merged model."""
     folder = tmp_path / "run"
-    status, text = server.run(*TINY, "--model", whole[0] / "sft", "--lora-rank", 2,
-                              "--lora-alpha", 4, "--beta", 0.1, "--output-dir", folder)  # fmt: skip
+    # Without a spread in its groups a step would have no KL to look at.
+    kl = ("--beta", 0.1, "--kl-on-zero-std-groups")
+    status, text = server.run(*TINY, *kl, "--model", whole[0] / "sft", "--lora-rank", 2,
+                              "--lora-alpha", 4, "--output-dir", folder)  # fmt: skip
     assert status == 0, text
     first = next(x for x in lines(folder) if "kl" in x)
     assert abs(first["kl"]) < 1e-6  # the SFT is in the reference
@@ -436,8 +438,8 @@ def test_what_is_exported_loads_without_this_project(server, whole, tmp_path):
 
     # A trained adapter as the start of a run with SFT: it is merged once, not applied again.
     again = tmp_path / "again"
-    status, text = server.run(*TINY, "--model", folder / "sft", "--adapter", folder /
-                              "grpo/adapter", "--lora-rank", 2, "--lora-alpha", 4, "--beta", 0.1,
+    status, text = server.run(*TINY, *kl, "--model", folder / "sft", "--adapter", folder /
+                              "grpo/adapter", "--lora-rank", 2, "--lora-alpha", 4,
                               "--sft-steps", 1, "--sft-learning-rate", 1e-9, "--max-steps", 1,
                               "--learning-rate", 1e-9,
                               "--output-dir", again)  # fmt: skip
@@ -460,6 +462,10 @@ def test_a_dry_run_prints_and_writes_nothing(server, tmp_path):
     assert status == 0, text
     for word in ("num_generations", "completion tokens", "total", "GB"):
         assert word in text
+    rows = [line.split() for line in text.splitlines()]
+    for row in ("maze_size 3 derived", "maze_format direct derived", "dtype float32 derived",
+                "device cpu flag", "threads 1 flag", "lora_rank 0 from scratch"):  # fmt: skip
+        assert row.split() in rows  # what will hold, not "auto"
     assert list((tmp_path / "empty").iterdir()) == []
 
 

@@ -1,12 +1,13 @@
 """The settings: what a mistake on the command line gets as an answer."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import pytest
 
 import data
 from grpo.config import (
+    FROM_SCRATCH,
     NOT_TRAINING,
     PRESETS,
     Config,
@@ -19,11 +20,13 @@ from grpo.config import (
     validate,
 )
 from grpo.errors import UserError
+from grpo.scratch import SCRATCH_TEMPLATE
 
 
 @dataclass
 class ToyOptions:
     toy_size: int = option(5, "side of the toy; 100% plastic", positive=True)
+    toy_shape: str = option("auto", "of the toy", choices=("auto", "ball", "cube"))
     toy_colour: str = option("red", "of the toy", choices=("red", "blue"))
 
 
@@ -32,13 +35,23 @@ class OtherOptions:
     other_path: str | None = option(None, "of the other task")
 
 
+def resolve(options, from_scratch):
+    shape = "ball" if from_scratch else "cube"
+    return replace(options, toy_shape=shape) if options.toy_shape == "auto" else options
+
+
 @pytest.fixture(autouse=True)
 def two_tasks(monkeypatch):
     """Tasks of this test's own: it must not depend on what data/ holds."""
     modules = {
         "toy": SimpleNamespace(
             Options=ToyOptions,
-            DEFAULTS={"cpu": {"learning_rate": 3e-4, "toy_size": 3, "rollout_rows": 16}},
+            DEFAULTS={
+                "scratch": {"learning_rate": 3e-4, "toy_size": 3, "rollout_rows": 24},
+                "cpu": {"learning_rate": 2e-5},
+                "a10": {"learning_rate": 1e-5, "model": "toys/toy-1b"},
+            },
+            resolve=resolve,
         ),
         "other": SimpleNamespace(Options=OtherOptions),
     }
@@ -70,11 +83,42 @@ def saved_run(folder, *argv):
 def test_a_flag_beats_the_task_which_beats_the_preset_which_beats_the_default():
     config, options, explicit = parse(["--toy-size", "4", "--beta", "0.1"])
     assert (config.beta, options.toy_size) == (0.1, 4)  # flags
-    assert config.learning_rate == 3e-4 and config.rollout_rows == 16  # the task, over the preset
-    assert config.lora_rank == 0 and PRESETS["cpu"]["lora_rank"] == 0  # the preset
+    assert config.learning_rate == 3e-4 and config.rollout_rows == 24  # the task, over the preset
+    assert config.lora_rank == 0 == FROM_SCRATCH["lora_rank"]
+    assert config.tokens_per_micro_batch == FROM_SCRATCH["tokens_per_micro_batch"]
     assert config.temperature == 1.0
     assert explicit == {"toy_size", "beta"}
-    assert parse(["--preset", "a10"])[0].rollout_rows == PRESETS["a10"]["rollout_rows"]
+    config, _, explicit = parse(["--preset", "a10"])
+    assert config.rollout_rows == PRESETS["a10"]["rollout_rows"]
+    assert (config.model, config.learning_rate) == ("toys/toy-1b", 1e-5)  # the task's, on an a10
+    assert explicit == {"preset"}
+
+
+def test_a_pretrained_model_on_a_cpu_gets_none_of_the_scratch_model_s_settings():
+    """It once did: full fine-tuning of half a billion weights at a hundred times their rate."""
+    config, options, _ = parse(["--model", "some/model"])
+    assert (config.learning_rate, config.lora_rank) == (2e-5, Config.lora_rank)
+    assert config.rollout_rows == PRESETS["cpu"]["rollout_rows"] < FROM_SCRATCH["rollout_rows"]
+    assert (options.toy_size, options.toy_shape) == (5, "cube")
+
+
+def test_a_model_from_scratch_has_its_settings_on_any_machine(tmp_path):
+    for preset in PRESETS:
+        config, options, _ = parse(["--preset", preset, "--model", "scratch"])
+        assert (config.learning_rate, config.lora_rank, options.toy_shape) == (3e-4, 0, "ball")
+        assert not config.gradient_checkpointing
+    # An export of one is one too: --stage eval and further training of it.
+    (tmp_path / "chat_template.jinja").write_text(SCRATCH_TEMPLATE)
+    config, options, _ = parse(["--stage", "eval", "--model", str(tmp_path)])
+    assert (config.lora_rank, config.rollout_rows, options.toy_shape) == (0, 24, "ball")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff another one")
+    assert parse(["--model", str(tmp_path)])[1].toy_shape == "cube"
+
+
+def test_a_task_decides_what_its_flags_leave_open():
+    assert parse([])[1].toy_shape == "ball"
+    assert parse(["--toy-shape", "cube"])[1].toy_shape == "cube"
+    assert '"toy_shape": "ball"' in to_json(*parse([])[:2])
 
 
 def test_a_flag_equal_to_the_default_still_counts_as_given():
@@ -105,8 +149,9 @@ def test_every_setting_has_help_and_the_presets_name_settings():
     assert all(len(f.metadata["help"]) > 5 for f in fields(Config))
     names = {f.name for f in fields(Config)}
     assert names >= NOT_TRAINING
-    for preset in PRESETS.values():
-        assert set(preset) <= names
+    for values in (*PRESETS.values(), FROM_SCRATCH):
+        assert set(values) <= names
+    assert all("model" in preset for preset in PRESETS.values())
 
 
 def test_help_shows_all_flags_in_sections_with_the_task_s_own(capsys):
@@ -120,6 +165,10 @@ def test_help_shows_all_flags_in_sections_with_the_task_s_own(capsys):
                     "the toy task:"):  # fmt: skip
         assert f"\n{section}\n" in text
     assert "[0.0003]" in text  # the task's learning rate, not the general default
+    with pytest.raises(SystemExit):
+        parse(["--model", "some/model", "--help"])
+    text = capsys.readouterr().out
+    assert "[2e-05]" in text and "[some/model]" in text and "[0.0003]" not in text
 
 
 # -- mistakes -----------------------------------------------------------------------------------
@@ -167,14 +216,16 @@ def test_a_wrong_flag_or_value_is_named_with_what_would_be_right(argv, mentions)
 @pytest.mark.parametrize(
     ("argv", "mentions"),
     [
-        ("--adapter a --model m", "--lora-rank"),
+        ("--adapter a --model m --lora-rank 0", "--lora-rank"),
         ("--adapter a --lora-rank 8", "--model"),  # of a fresh model
-        ("--quantize nf4 --model m", "--lora-rank"),
+        ("--quantize nf4 --model m --lora-rank 0", "--lora-rank"),
         ("--quantize nf4 --lora-rank 8", "scratch"),
         ("--add-tokens", "scratch"),
         ("--stage eval", "untrained"),
         ("--stage sft --sft-steps 0", "no step"),
         ("--scratch-heads 5", "width"),
+        ("--scratch-hidden-size 20 --scratch-heads 3", "use 18"),
+        ("--scratch-hidden-size 6 --scratch-heads 2", "even width; use 8"),
         ("--temperature 0", "equal"),
         ("--top-k 1", "equal"),
         ("--stage eval --model m --eval-samples 4 --temperature 0", "equal"),
@@ -191,8 +242,8 @@ def test_combinations_that_cannot_work_are_refused_with_the_reason(argv, mention
 @pytest.mark.parametrize(
     "argv",
     [
-        "--adapter a --model m --lora-rank 8",
-        "--quantize nf4 --model m --lora-rank 8 --add-tokens",
+        "--adapter a --model m",
+        "--quantize nf4 --model m --add-tokens",
         "--stage sft --temperature 0",  # nothing is sampled
         "--stage eval --model m",
         "--delta 1.5 --epsilon-high 0.28",
@@ -247,6 +298,7 @@ def test_resume_takes_the_saved_settings_and_flags_change_them(tmp_path):
                        "--max-steps", "7")  # fmt: skip
     run = str(tmp_path / "a")
     config, options, _ = parse(["--resume", run])
+    assert options.toy_shape == "ball"
     assert (config.num_generations, config.max_steps, config.output_dir) == (4, 7, run)
     assert changed_settings(before, (config, options)) == []
     # checkpoint/other-settings: names and both values
@@ -294,8 +346,10 @@ def test_dry_run_says_where_each_value_comes_from():
     }
     assert rows["beta"] == ["0.1", "flag"]
     assert rows["prompts_per_step"] == ["2", "flag"]
+    assert rows["model"] == ["scratch", "preset", "cpu"]
     assert rows["learning_rate"] == ["0.0003", "task", "toy"]
-    assert rows["lora_rank"] == ["0", "preset", "cpu"]
+    assert rows["lora_rank"] == ["0", "from", "scratch"]
     assert rows["epsilon_high"] == ["none", "default"]
     assert rows["toy_size"] == ["3", "task", "toy"]
+    assert rows["toy_shape"] == ["ball", "derived"]
     assert len(rows) == len(fields(Config)) + len(fields(ToyOptions)) - 1

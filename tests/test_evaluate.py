@@ -172,6 +172,18 @@ def test_the_table_has_a_row_a_level_and_a_column_an_evaluation():
     assert len({len(line) for line in text.splitlines()}) == 1, "columns stand under their names"
 
 
+def test_the_table_has_a_row_for_each_pass_at_k():
+    right = zip(EXAMPLES, (4, 1, 0, 0, 0), strict=True)
+    sampled = Evaluation([Answer(e, "", False, "wrong", 1, n) for e, n in right], samples=4)
+    greedy = Evaluation([Answer(EXAMPLES[0], "", True, "", 1)])
+    text = table({"start": greedy.summary(), "after_grpo": sampled.summary()})
+    assert [line.split() for line in text.splitlines()[-2:]] == [
+        ["pass@4", "-", "40.0%"],
+        ["pass@1", "-", "25.0%"],
+    ]
+    assert len({len(line) for line in text.splitlines()}) == 1
+
+
 def test_the_table_survives_a_level_that_only_one_evaluation_has():
     one, other = ({"accuracy": 0.5, "examples": 2, "levels": levels} for levels in (
         {"easy": {"accuracy": 0.5, "examples": 2}}, {},

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from conftest import KINDS, build_config, logits, plain_logits, save_trained_adapter
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -40,6 +41,15 @@ def test_lora_targets_by_name(base):
     policy = load_policy(build_config(model=base, lora_rank=2, lora_targets="q_proj, v_proj"))
     layers = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trainable_parameters()}
     assert layers == {"q_proj", "v_proj"}
+
+
+def test_without_an_alpha_the_scale_is_1_at_any_rank(base):
+    """A fixed alpha of 32 once made --lora-rank 8 four times as strong as --lora-rank 32."""
+    for rank in (2, 8):
+        for alpha, scale in ((None, 1.0), (4, 4 / rank)):
+            policy = load_policy(build_config(model=base, lora_rank=rank, lora_alpha=alpha))
+            layers = [m for m in policy.model.modules() if isinstance(m, LoraLayer)]
+            assert layers and {m.scaling["default"] for m in layers} == {scale}
 
 
 @pytest.mark.parametrize("targets", ["q_proj,v_prj", "lm_head", "proj"])

@@ -410,6 +410,9 @@ def test_every_target_earns_its_rewards_and_solves_its_maze():
             assert task.is_correct(example.target, example)
             assert task.reward_functions["correctness"](example.target, example) == 2.0
             assert task.reward_functions["validity"](example.target, example) == 0.5
+            if maze_format != "direct":  # all but strict_format, for want of a last newline
+                earned = {n: f(example.target, example) for n, f in task.reward_functions.items()}
+                assert sum(earned.values()) == 3.25 and earned["strict_format"] == 0
 
 
 @pytest.mark.parametrize(
@@ -430,9 +433,27 @@ def test_defaults_name_real_settings():
     from grpo.config import Config
 
     module = task_module("maze")
-    for preset in ("cpu", "a10", "a6000"):
-        for name in module.DEFAULTS[preset]:
+    assert module.DEFAULTS.keys() == {"scratch", "cpu", "a10", "a6000"}
+    for values in module.DEFAULTS.values():
+        for name in values:
             assert hasattr(Config, name) or hasattr(Options, name), name
+
+
+def test_a_model_from_scratch_is_judged_on_mazes_as_the_generator_makes_them():
+    for size in (3, 4, 7):
+        decided = resolve(Options(maze_size=size), from_scratch=True)
+        assert (decided.maze_bench, decided.maze_format) == ("off", "direct")
+        assert len(load(Options(maze_size=size), 0, from_scratch=True).evaluation) == 200
+    assert resolve(Options(maze_size=4, maze_bench="on"), True).maze_bench == "on"
+    assert [resolve(Options(maze_size=n), False).maze_bench for n in (3, 4)] == ["off", "on"]
+    assert resolve(decided, from_scratch=True) == decided, "what is decided stays, as in a resume"
+
+
+def test_every_answer_of_a_small_maze_fits_the_scratch_model_s_completions():
+    """The longest path visits every cell; then comes the stop token. (So up to 8x8.)"""
+    limits = task_module("maze").DEFAULTS["scratch"]
+    assert limits["max_completion_length"] >= 7 * 7 - 1 + 1
+    assert limits["max_prompt_length"] >= 20 * (20 + 1), "a cell a token, and a line break a row"
 
 
 def record(maze: Maze) -> str:

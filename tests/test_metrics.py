@@ -68,8 +68,11 @@ def test_sums_of_micro_batches_become_means_over_tokens():
     }
 
 
-def test_a_step_without_anything_to_learn_has_numbers_too():
-    assert set(update_metrics({}, 3).values()) == {0.0}
+def test_where_nothing_was_measured_there_is_no_0():
+    """All groups were dead: an entropy of 0 would look like a policy that has collapsed."""
+    metrics = update_metrics({}, 3)
+    assert metrics.pop("loss") == 0
+    assert len(metrics) == 4 and all(math.isnan(value) for value in metrics.values())
 
 
 def test_kept_completions_are_json_with_their_prompt():

@@ -136,6 +136,21 @@ def test_a_group_is_split_only_where_the_budget_ends():
     assert [b.rows.tolist() for b in micro_batches(groups, 9, "cpu")] == [[0], [1], [2], [3]]
 
 
+def test_one_long_row_is_not_padded_onto_many_short_ones():
+    """The token budget alone let 1 row of 40 and 20 of 2, 80 tokens, become 21 x 40 in attention;
+    the same with a long prompt among short ones."""
+    long_row = [Group([3], [[4] * 2] * 20 + [[4] * 40], list(range(21)))]
+    long_prompt = [Group([3] * n, [[4]], [row]) for row, n in enumerate([2] * 20 + [40])]
+    for groups in (long_row, long_prompt):
+        batches = list(micro_batches(groups, 100, "cpu"))
+        assert [b.rows.tolist() for b in batches] == [list(range(20)), [20]]
+    for batch in micro_batches(long_row + long_prompt, 100, "cpu"):
+        prompts, rows = batch.layout.prompt_lengths, batch.mask.sum(dim=1).tolist()
+        assert max(len(rows) * max(rows), len(prompts) * max(prompts)) <= 200
+    # What is over the budget by itself still goes through, alone.
+    assert [len(b.rows) for b in micro_batches(long_row, 5, "cpu")][-1] == 1
+
+
 # ---- loss and gradient ---------------------------------------------------------------------------
 
 

@@ -172,9 +172,13 @@ def test_scratch_is_a_small_tied_llama_over_the_tasks_tokens():
     assert len(policy.trainable_parameters()) == len(list(policy.base.parameters()))
 
 
-def test_scratch_refuses_sizes_and_tasks_that_do_not_work():
-    with pytest.raises(UserError, match="--scratch-hidden-size 20.*--scratch-heads 3.*use 18"):
-        load_policy(build_config(scratch_hidden_size=20, scratch_heads=3), TOKENS)
+def test_scratch_has_positions_for_the_longest_sequence_that_the_settings_allow():
+    """20x20 mazes drawn at each step once ended in an error after the first evaluation."""
+    config = build_config(max_prompt_length=5000, max_completion_length=3000)
+    assert load_policy(config, TOKENS).context_length == 8000
+
+
+def test_scratch_refuses_a_task_without_a_vocabulary():
     with pytest.raises(UserError, match="--model scratch: this task"):
         load_policy(build_config(), None)
 

@@ -78,19 +78,6 @@ def test_nf4_base_with_lora_trains_on_the_cpu(saved_model):
     assert all(g.abs().sum() > 0 for n, g in gradients.items() if "lora_B" in n)
 
 
-@pytest.mark.parametrize(
-    "changes, wanted",
-    [
-        ({"quantize": "nf4"}, "--lora-rank"),
-        ({"model": "scratch", "quantize": "nf4", "lora_rank": 4}, "scratch"),
-        ({"model": "scratch", "adapter": "x"}, "--adapter"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(base, changes, wanted):
-    with pytest.raises(UserError, match=wanted):
-        load_policy(build_config(**{"model": base, **changes}), TOKENS)
-
-
 # ---- what was named ----------------------------------------------------------------------------
 
 

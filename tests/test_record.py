@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import grpo.record as record
 from grpo.curves import smoothed
 from grpo.errors import UserError
-from grpo.record import Progress, Recorder
+from grpo.record import Progress, Recorder, check_output
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_an_output_folder_that_cannot_be_made_or_written_is_named(tmp_path, monk
 
 def test_a_disk_that_is_too_small_for_the_run_is_found_at_the_start(tmp_path):
     with pytest.raises(UserError, match="output.*too little space.*--keep-checkpoints"):
-        start(tmp_path / "run", needed_bytes=10**18)
+        check_output(tmp_path / "run", resume=False, needed_bytes=10**18)
 
 
 def test_a_fresh_run_never_mixes_with_an_old_one(tmp_path, board):
@@ -198,6 +199,9 @@ def test_results_keep_their_other_entries(tmp_path):
             "reward 1.25, grad_norm 0.5, kl 0.01",
         ),
         ({"grad_norm": 1.0, "loss": 2.5}, "loss 2.5, grad_norm 1"),
+        # a step without anything to learn from
+        ({"kl": math.nan, "grad_norm": 0.0, "reward": 1.0, "step_time": 2.0},
+         "reward 1, grad_norm 0, step_time 2"),
     ],
 )
 def test_the_bar_shows_reward_and_grad_norm_first(metrics, first):
@@ -216,6 +220,7 @@ def test_curves_are_drawn_from_whatever_was_recorded(tmp_path, board):
         for step in (1, 2, 3):
             recorder.metrics("sft", step, {"loss": 3.0 - step})
             recorder.metrics("grpo", step, {"reward": float(step), "kl": float("inf")})
+            recorder.metrics("grpo", step, {"entropy": math.nan if step < 3 else 1.0})
             recorder.metrics("grpo", step, {"eval/accuracy": step / 4})
         recorder.curves("a title")
     assert path.read_bytes().startswith(b"\x89PNG") and path.read_bytes() != empty

@@ -116,9 +116,31 @@ def test_every_weight_moves():
     assert all(not torch.equal(p, before[n]) for n, p in weights_of(policy).items())
 
 
-def test_a_task_without_targets_is_refused():
-    with pytest.raises(UserError, match="letters has no examples with targets"):
-        run_steps(tiny_policy(), letters_task(None, sft=()), settings())
+def test_an_example_that_the_model_has_no_positions_for_is_left_out_of_its_step():
+    """It once ended the run in the middle, and every resumed one at the same step."""
+    fits, too_long = letters_task(None, ["ab", "cde"]).sft, letters_task(None, ["f" * 22]).sft
+    policy = tiny_policy()  # 64 positions; the long one has 22 + 44 + 1 tokens
+    task = letters_task(None, sft=[fits[0], too_long[0], fits[1]])
+    run = run_steps(policy, task, settings(sft_steps=2))
+    assert len(run.recorder.said) == 1, "one warning a stage, not one a step"
+    assert "67 tokens" in run.recorder.said[0] and "64 positions" in run.recorder.said[0]
+
+    # The loss is the mean over the tokens that are left: that of a step without the example.
+    line, gradients = watched_gradients(tiny_policy(), task, settings())
+    alone = letters_task(None, sft=fits)
+    wanted, expected = watched_gradients(tiny_policy(), alone, settings(sft_batch_size=2))
+    assert line["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, expected[name], rtol=0, atol=1e-5), name
+
+
+def test_a_step_with_no_example_that_fits_is_an_error():
+    task = letters_task(None, ["f" * 22, "g" * 23, "h" * 24])
+    with pytest.raises(UserError, match="step 1 of sft: none of its 3 examples, of 67 tokens"):
+        run_steps(tiny_policy(), task, settings())
+
+
+def test_an_example_without_a_target_is_refused():
     bare = Example([{"role": "user", "content": "a"}], target="", answer="a")
     with pytest.raises(UserError, match="no target"):
         run_steps(tiny_policy(), letters_task(None, sft=[bare]), settings())

@@ -27,7 +27,7 @@ def fresh(base, run_dir, config, stage="grpo", **policy_settings):
     to restore."""
     policy = load_policy(build_config(model=base, beta=config.beta, **policy_settings))
     run = training_of(policy, config, stage, run_dir)
-    checkpoint = find_checkpoint(run_dir, stage)[0] if (run_dir / "checkpoints").is_dir() else None
+    checkpoint = find_checkpoint(run_dir)[0] if (run_dir / "checkpoints").is_dir() else None
     if checkpoint:
         run.restore(checkpoint)
     return run
@@ -79,7 +79,7 @@ RUNS = {
     "bfloat16": ({"weight_decay": 0.1}, {"dtype": "bfloat16"}),
     "8 bit": ({"optimizer": "adamw_8bit"}, {"lora_rank": 4}),
     "sft": ({}, {}),
-    "sft by lora": ({"lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lora_rank": 4}),
+    "sft by lora": ({"sft_lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lora_rank": 4}),
 }
 
 

@@ -135,6 +135,7 @@ def settings(**changes) -> Config:
         "sft_steps": 1,
         "sft_batch_size": 3,
         "sft_learning_rate": 1e-2,
+        "sft_lr_scheduler": "constant",
         "checkpoint_every": 0,
         "completions_every": 0,
         "rollout_rows": 8,

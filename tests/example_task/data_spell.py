@@ -9,7 +9,7 @@ from grpo.config import option
 from rewards import spell
 
 LETTERS = "abcde"
-DEFAULTS = {"cpu": {"max_completion_length": 16, "sft_learning_rate": 1e-3, "learning_rate": 3e-4}}
+DEFAULTS = {"scratch": dict(max_completion_length=16, sft_learning_rate=1e-3, learning_rate=3e-4)}
 
 
 @dataclass
