@@ -18,7 +18,9 @@ class StopRequest:
     calls `check`, which raises Stopped.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    # What the second one does, even where the first was ignored (a job that a shell put into the
+    # background starts with SIGINT ignored).
+    SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
     def __init__(self):
         self.requested = False
@@ -37,7 +39,7 @@ class StopRequest:
 
     def _ask(self, number, frame):
         self.requested = True
-        signal.signal(number, self._before[number])
+        signal.signal(number, self.SIGNALS[number])
         # print() may not be called while the program is inside another print(), as it may be here.
         with contextlib.suppress(OSError):
             os.write(2, b"\nfinishing this step, then saving (once more to quit at once)\n")
