@@ -1,11 +1,14 @@
 """Tiny models and tokenizers for every test; nothing here or below asks the network."""
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
+# It warns when it is imported that it lacks an optional package.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a hub name fails at once
 
 import pytest  # noqa: E402
