@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+# It warns when it is imported, with peft, that it lacks an optional package.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-from grpo.attention import ATTENTION
-from grpo.policy import Policy
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from grpo.attention import ATTENTION  # noqa: E402
+from grpo.policy import Policy  # noqa: E402
 
 # The shape of SmolLM2-135M with a third of its layers: large enough for the products to count.
 SHAPE = {

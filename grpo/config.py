@@ -213,6 +213,7 @@ def parse(argv: list[str]) -> tuple[Config, Options, set[str]]:
     task = base["task"]
     parser = FlagParser(
         prog="train.py",
+        usage="python train.py [--task NAME] [--preset NAME] [--setting VALUE ...]",
         description="Train a language model by GRPO: a supervised start, GRPO, evaluations.",
         epilog=f"In brackets: the value for --task {task} --preset {base['preset']} --model "
         f"{base['model']}. The tasks ({', '.join(data.task_names())}) have flags of their own; see "
