@@ -1,0 +1,30 @@
+"""The README's commands are commands: each one's flags exist and go together."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grpo.config import parse
+
+README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+INDENTED = re.findall(r"^    python train\.py ((?:.*\\\n)*.*)$", README, re.MULTILINE)
+INLINE = re.findall(r"`python\s+train\.py\s+([^`]*)`", README)
+# A run that would have to exist, and the task that exists only in tests/example_task.
+NOT_HERE = ("--resume", "--task spell")
+
+
+def commands() -> list[list[str]]:
+    texts = [text.replace("\\\n", " ").split("#")[0] for text in INDENTED + INLINE]
+    return [shlex.split(t) for t in texts if not any(word in t for word in NOT_HERE)]
+
+
+def test_there_are_commands_to_check():
+    assert len(commands()) >= 4
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_command_of_the_readme_is_accepted(command):
+    config, _, flags = parse(command)
+    assert config.task == "maze" and flags
