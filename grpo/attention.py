@@ -151,7 +151,9 @@ class KeyValueCache:
 
     Active rows are always rows 0..A-1 and live prompts always slots 0..P-1, so that the decode
     step reads plain views; `move_row` and `move_prompt` fill the hole that a finished one leaves.
-    Memory is asked for at the first prefill, when the heads' shape is known.
+    Memory is asked for at the first prefill, when the heads' shape is known. It must hold numbers
+    wherever a step reads, also behind the mask, since 0 x NaN is NaN; rows are zeroed only as far
+    as they have grown, for they seldom come near the longest completion that is allowed.
     """
 
     def __init__(self, layers: int, prompts: int, rows: int, prompt_length: int, row_length: int):
@@ -159,17 +161,25 @@ class KeyValueCache:
         self.prompt_shape = (prompts, prompt_length)
         self.row_shape = (rows, row_length)
         self.prompt = self.row = None  # [layers, 2 (key, value), slots, K, length, D]
+        self.row_width = 0  # places of every row that hold numbers
 
     def store_prompts(self, layer, slots: slice, key, value):
         """key and value [P, L, K, D] into the prompt slots of one layer."""
         if self.prompt is None:
             heads, dim = key.shape[2:]
-            for name, (slots_, length) in (("prompt", self.prompt_shape), ("row", self.row_shape)):
-                # Zeros: a place that no mask shows must still not be NaN, since 0 x NaN is NaN.
-                shape = (self.layers, 2, slots_, heads, length, dim)
-                setattr(self, name, key.new_zeros(shape))
+            slots_, length = self.prompt_shape
+            self.prompt = key.new_zeros(self.layers, 2, slots_, heads, length, dim)
+            rows, length = self.row_shape
+            self.row = key.new_empty(self.layers, 2, rows, heads, length, dim)
         self.prompt[layer, 0, slots, :, : key.shape[1]] = key.transpose(1, 2)
         self.prompt[layer, 1, slots, :, : key.shape[1]] = value.transpose(1, 2)
+
+    def widen_rows(self, width: int):
+        """Make the first `width` places of all rows readable; twice as many, to do it seldom."""
+        if width > self.row_width:
+            wider = min(2 * width, self.row_shape[1])
+            self.row[..., self.row_width : wider, :] = 0
+            self.row_width = wider
 
     def move_row(self, source: int, target: int, length: int):
         self.row[:, :, target, :, :length] = self.row[:, :, source, :, :length]
@@ -209,6 +219,7 @@ class DecodeLayout:
         self.active = torch.arange(len(self.of_prompt), device=device)
         self.write_at = torch.tensor(self.row_lengths, device=device)
         self.own_width = max(self.row_lengths) + 1
+        self.cache.widen_rows(self.own_width)
         self.prompt_width = max(self.prompt_lengths)
         # The rows of one prompt stand together in a [P, rows of the fullest prompt] grid, so that
         # each prompt's keys are read once for all its rows.

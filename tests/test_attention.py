@@ -155,6 +155,7 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
     query, key, value = heads(sum(prompt_lengths))
     prefill = PrefillLayout(prompt_lengths, [], [], device=CPU, cache=cache, first_slot=0)
     attention(Layer, query, key, value, None, layout=prefill)
+    cache.widen_rows(max(row_lengths) + 1)
     own = [heads(n + 1, seed=10 + row) for row, n in enumerate(row_lengths)]
     for row, (_, own_key, own_value) in enumerate(own):
         n = row_lengths[row]
