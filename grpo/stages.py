@@ -51,6 +51,7 @@ class Run:
     stop: StopRequest
     open_files: ExitStack
     recorder: Recorder | None = None
+    prompts_checked: bool = False
 
     @property
     def folder(self) -> Path:
@@ -123,10 +124,11 @@ def grpo_stage(this: Run) -> None:
     with training.saved_on_failure():
         grpo.loop.train(policy, this.task, config, training, evaluate_now)
     this.stop.check()
-    exports = [target / "adapter"] * policy.has_adapter + [target / "merged"]
+    exports = [target / "merged"]
+    save_merged(policy, exports[0])
     if policy.has_adapter:
-        save_adapter(policy, target / "adapter")
-    save_merged(policy, target / "merged")
+        exports.append(target / "adapter")
+        save_adapter(policy, exports[1])
     finish(AFTER_GRPO, this, policy, training.step, exports)
 
 
@@ -138,7 +140,9 @@ def start_policy(this: Run, config: Config, with_reference: bool) -> Policy:
     tokens, new_tokens = this.scratch_tokens, this.task.new_tokens
     policy = load_policy(config, tokens, new_tokens, with_reference=with_reference)
     check_supported(policy, config.max_prompt_length + config.max_completion_length)
-    check_prompts(config, this.task, policy)
+    if not this.prompts_checked:  # the stages of a run share their tokenizer
+        check_prompts(config, this.task, policy)
+        this.prompts_checked = True
     return policy
 
 

@@ -161,8 +161,7 @@ def _check_prompt(config: Config, policy: Policy, example: Example, what: str) -
 
 
 def _check_targets(config: Config, task: Task, policy: Policy) -> None:
-    """Whether what SFT teaches could be sampled within max_completion_length, stop token included.
-    The warning comes once, although every stage checks: Python shows a warning once a place."""
+    """Whether what SFT teaches, stop token included, could be sampled within the longest length."""
     limit, count = config.max_completion_length, min(len(task.sft), CHECKED_TARGETS)
     targets = (encode_target(policy.tokenizer, task.sft[i].target) for i in range(count))
     lengths = [len(ids) + 1 for ids in targets]
