@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +250,21 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dic
     return loaded, {**about["state"], "stage": about["stage"], "step": about["step"]}
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _explained(path: Path, not_understood: str) -> Iterator[None]:
+    """A file that is missing, cannot be read, or does not hold what it should, in one line."""
     try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: the file is missing") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path}: {not_understood}") from None
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    with _explained(path, "this is not the JSON state of a checkpoint"):
         about = json.loads(path.read_bytes())
         if about["format"] != FORMAT:
             raise UserError(f"{path}: format {about['format']}, but this program reads {FORMAT}")
@@ -259,12 +272,6 @@ def _read_state(path: Path) -> dict[str, Any]:
             if not (file["bytes"] and file["sha256"] and isinstance(file["tensors"], list)):
                 raise ValueError
         return {key: about[key] for key in ("stage", "step", "files", "state")}
-    except FileNotFoundError:
-        raise UserError(f"{path}: the file is missing") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: this is not the JSON state of a checkpoint") from None
 
 
 def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -287,7 +294,7 @@ def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _read_names(path: Path, saved_bytes: int) -> list[str]:
     """The names in the header, read only if its stated length and its data fit the file."""
-    try:
+    with _explained(path, "the file is broken (no safetensors header)"):
         size = path.stat().st_size
         with open(path, "rb") as f:
             header_bytes = int.from_bytes(f.read(8), "little")
@@ -299,12 +306,6 @@ def _read_names(path: Path, saved_bytes: int) -> list[str]:
             header = json.loads(f.read(header_bytes))
         tensors = {name: about for name, about in header.items() if name != "__metadata__"}
         end = max((about["data_offsets"][1] for about in tensors.values()), default=0)
-    except FileNotFoundError:
-        raise UserError(f"{path}: the file is missing") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: the file is broken (no safetensors header)") from None
     if 8 + header_bytes + end != size:
         raise UserError(f"{path}: the file is cut short or broken ({size} bytes of {saved_bytes})")
     return list(tensors)
