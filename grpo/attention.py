@@ -170,7 +170,8 @@ class KeyValueCache:
             slots_, length = self.prompt_shape
             self.prompt = key.new_zeros(self.layers, 2, slots_, heads, length, dim)
             rows, length = self.row_shape
-            self.row = key.new_empty(self.layers, 2, rows, heads, length, dim)
+            shape = (self.layers, 2, rows, heads, length, dim)
+            self.row = torch.empty(shape, dtype=key.dtype, device=key.device)
         self.prompt[layer, 0, slots, :, : key.shape[1]] = key.transpose(1, 2)
         self.prompt[layer, 1, slots, :, : key.shape[1]] = value.transpose(1, 2)
 
