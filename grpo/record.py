@@ -130,16 +130,24 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*([UserError] if kind else [])):  # the first failure is told
+            self.close()
 
     def close(self) -> None:
-        for board in self._boards.values():
-            board.close()
-        self._boards = {}
+        """Also writes what TensorBoard still holds back. Raises UserError if the disk is full."""
+        boards, self._boards = self._boards, {}
         if self._metrics >= 0:
             os.close(self._metrics)
         self._metrics = -1
+        failed = None
+        for board in boards.values():
+            try:
+                board.close()
+            except OSError as error:
+                failed = error
+        if failed:
+            raise cannot_write(self.run_dir / "tensorboard", failed) from failed
 
     # -- at the start ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -57,11 +58,18 @@ def as_on_this_machine(config: Config, dtype: torch.dtype) -> Config:
 
 
 def keep_screen_clear() -> None:
-    """Warnings as a line above the bar; no bars of the libraries but those of downloads."""
+    """Warnings as a line above the bar; no bars of the libraries but those of downloads; no
+    traceback of TensorBoard's writer thread, whose full disk the recorder tells in a line."""
     warnings.showwarning = lambda text, *_, **__: tqdm.write(f"warning: {text}", file=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.enable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
+    threading.excepthook = _thread_failed
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 def load_task(config: Config, options) -> tuple[Task, list[str] | None]:

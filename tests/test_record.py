@@ -24,7 +24,7 @@ def board(monkeypatch):
         calls.append(("open", os.path.basename(folder), purge_step))
         return SimpleNamespace(
             add_scalar=lambda name, value, step: calls.append((name, value, step)),
-            close=lambda: None,
+            close=lambda: calls.append(("closed",)),
         )
 
     monkeypatch.setattr(record, "_summary_writer", writer)
@@ -102,7 +102,7 @@ def test_a_resume_repeats_no_line(tmp_path, board):
         recorder.metrics("grpo", 3, {"loss": 3.0})
     steps = [(line["stage"], line["step"]) for line in read_lines(folder)]
     assert steps == [("sft", s) for s in (1, 2, 3, 4)] + [("grpo", s) for s in (1, 2, 3)]
-    assert board[-2] == ("open", "grpo", 3)  # TensorBoard hides what it has from step 3 on
+    assert ("open", "grpo", 3) in board  # TensorBoard hides what it has from step 3 on
 
 
 def test_going_back_to_sft_drops_the_lines_of_grpo(tmp_path, board):
@@ -144,6 +144,29 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, board, monkeypatch, fault):
     recorder.close()
     assert (tmp_path / "run" / "metrics.jsonl").read_text().endswith('"reward": 1.0}\n')
     assert len(read_lines(tmp_path / "run")) == 1
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_tensorboard_finds_the_disk_full_only_when_it_is_closed(tmp_path, board, monkeypatch):
+    recorder = start(tmp_path / "run")  # ended with a traceback instead of a line
+    recorder.metrics("sft", 1, {"loss": 1.0})
+    recorder.metrics("grpo", 1, {"loss": 1.0})
+    boards = list(recorder._boards.values())
+    boards[0].close = full_disk
+    with pytest.raises(UserError, match="tensorboard: no space left"):
+        recorder.close()
+    assert board[-1] == ("closed",), "the other writer was left open"
+    recorder.close()  # nothing is left to close
+
+
+def test_a_disk_full_at_the_end_does_not_hide_the_first_failure(tmp_path, board):
+    with pytest.raises(ValueError, match="the first"), start(tmp_path / "run") as recorder:
+        recorder.metrics("sft", 1, {"loss": 1.0})
+        recorder._boards["sft"].close = full_disk
+        raise ValueError("the first")
 
 
 def test_real_tensorboard_events_are_written(tmp_path):
