@@ -3,7 +3,8 @@
 import torch
 from common import SHAPE, random_model, random_policy, report, side_by_side
 
-from grpo.generate import Sampling, generate
+from grpo.generate import generate
+from grpo.sampling import Sampling
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 84, 64
 

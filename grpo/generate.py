@@ -1,9 +1,10 @@
 """The batched generator: G completions of each prompt, with the log-prob of every token.
 
-The prompt is computed once a group. Rows that have finished leave the batch at once and the next
-ones of the queue take their place, so that the matrix products stay full. Sampling draws one
-uniform number a token from a table made beforehand, [rows, tokens]: a row's completion does not
-depend on which other rows happen to be in flight.
+The prompt is computed once a group, and an opening that all prompts share once for all of them.
+Rows that have finished leave the batch and the next ones of the queue take their place, so that
+the matrix products stay full. Sampling reads one uniform number a token from a table made
+beforehand, [rows, tokens]: a row's completion does not depend on which other rows happen to be in
+flight, nor on how often the host looks at the tokens.
 """
 
 from __future__ import annotations
@@ -13,24 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from grpo.attention import DecodeLayout, KeyValueCache, PrefillLayout
+from grpo.attention import common_length
+from grpo.cache import KeyValueCache, PrefillLayout
+from grpo.decode import ON_CPU, ON_CUDA, DecodeStep, Graphs, Pace, power_of_two
 from grpo.errors import UserError
+from grpo.folded import fold
 from grpo.policy import Policy
-from grpo.sampling import sample
+from grpo.sampling import Sampling, draw_tokens
 
 PREFILL_TOKENS = 16_384  # prompts are computed together up to this many tokens, to bound memory
-
-
-@dataclass
-class Sampling:
-    """How a token is drawn. Log-probs are always of the tempered, untruncated distribution."""
-
-    temperature: float = 1.0  # 0 takes the most probable token
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0  # 1 is off
-    min_p: float = 0.0  # 0 is off
-
 
 
 @dataclass
@@ -48,7 +42,7 @@ class _Prompt:
 
     index: int
     length: int
-    logits: torch.Tensor  # [V] that predict the first token of each of its rows
+    logits: Tensor  # [V] that predict the first token of each of its rows
     live_rows: int
 
 
@@ -62,25 +56,28 @@ def generate(
     generator: torch.Generator | None = None,
     max_rows: int = 64,
     on_finish: Callable[[int], None] = lambda rows: None,
+    uniforms: Tensor | None = None,
+    pace: Pace | None = None,
 ) -> list[list[Completion]]:
     """[P] prompts → [P][G] completions; `on_finish(1)` is called as each row ends.
 
-    generator: on the CPU, read only when `sampling` draws. max_rows: rows decoded together.
+    generator: on the CPU, read only when `sampling` draws. uniforms: [P G, max_new_tokens] in its
+    place. max_rows: rows decoded together. pace: by the device unless given.
     Raises UserError for an empty prompt, one that leaves no room for max_new_tokens, and a model
     that answers NaN.
     """
     _check(prompts, max_new_tokens, policy.context_length)
     rows = len(prompts) * num_generations
-    uniforms = None
-    if sampling.temperature > 0:
-        uniforms = torch.rand(rows, max_new_tokens, generator=generator).to(policy.device)
+    if sampling.temperature > 0 and uniforms is None:
+        uniforms = torch.rand(rows, max_new_tokens, generator=generator)
     decoding = _Decoding(
-        policy, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows, on_finish
-    )
+        policy, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows, on_finish,
+        pace or (ON_CUDA if policy.device.type == "cuda" else ON_CPU),
+    )  # fmt: skip
     while decoding.queue or decoding.active:
         decoding.admit()
         if decoding.active:
-            decoding.step()
+            decoding.advance()
     flat = decoding.completions
     if not all(math.isfinite(p) for c in flat for p in c.logprobs):
         # Rows of a broken model are all alike: GRPO would see no spread and go on without a word.
@@ -110,10 +107,14 @@ class _Decoding:
     in the output.
     """
 
-    def __init__(self, policy, prompts, group, max_new_tokens, sampling, uniforms, max_rows, done):
-        self.policy, self.prompts, self.group = policy, prompts, group
-        self.max_new_tokens, self.sampling, self.uniforms = max_new_tokens, sampling, uniforms
-        self.on_finish = done
+    def __init__(
+        self, policy, prompts, group, max_new_tokens, sampling, uniforms, max_rows, done, pace
+    ):
+        self.model = fold(policy) or policy
+        self.device, self.group = policy.device, group
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self.uniforms = None if uniforms is None else uniforms.to(self.device)
+        self.on_finish, self.pace = done, pace
         rows = len(prompts) * group
         self.completions = [Completion() for _ in range(rows)]
         self.queue = list(range(rows))[::-1]  # taken from the end
@@ -124,13 +125,19 @@ class _Decoding:
         # Twice the prompts of a full batch, so that stragglers do not keep new prompts out.
         self.max_prompts = min(len(prompts), 2 * -(-self.max_rows // group))
         self.stop = set(policy.stop_token_ids)
+        common = common_length(prompts)
+        self.opening = prompts[0][:common] if prompts else []
+        self.prompts = [p[common:] for p in prompts]
         self.cache = KeyValueCache(
             layers=policy.num_layers,
             prompts=self.max_prompts,
-            rows=self.max_rows,
-            prompt_length=max(len(p) for p in prompts) if prompts else 0,
-            row_length=max_new_tokens,
+            rows=power_of_two(self.max_rows) if pace.bucketed else self.max_rows,
+            prompt_length=max(map(len, self.prompts), default=0),
+            row_length=self._width(max_new_tokens),
+            common=common,
         )
+        self.step: DecodeStep | None = None  # None: the rows have changed since the last one
+        self.graphs = Graphs() if pace.cuda_graphs else None
 
     # ---- admission: rows of the queue take free places ----------------------------------------
 
@@ -146,9 +153,13 @@ class _Decoding:
                 fresh.append(self.queue.pop())
             slot = [slots[row // self.group] for row in fresh]
             logits = torch.stack([self.live[s].logits for s in slot])
+            first = len(self.active)
             self.active += fresh
             self.of_prompt += slot
-            self._append(logits, first=len(self.active) - len(fresh))
+            self.step = None
+            uniforms = None if self.uniforms is None else self.uniforms[fresh, 0]
+            tokens, logprobs = draw_tokens(logits, self.sampling, uniforms)
+            self._take([tokens.tolist()], [logprobs.tolist()], first)
 
     def _prefill_needed(self) -> bool:
         """Compute the prompts that the queue's next rows need; False if no slot is free for any."""
@@ -167,82 +178,94 @@ class _Decoding:
     def _prefill(self, indices: list[int]):
         prompts = [self.prompts[i] for i in indices]
         lengths = [len(p) for p in prompts]
-        device = self.policy.device
+        common = len(self.opening)
+        with_opening = common if self.cache.prompt is None else 0  # the first time only
         layout = PrefillLayout(
             prompt_lengths=lengths,
             completion_lengths=[],
             of_prompt=[],
-            device=device,
+            device=self.device,
+            common=with_opening,
             cache=self.cache,
             first_slot=len(self.live),
         )
-        hidden = self.policy.hidden_states(
-            torch.tensor([[t for p in prompts for t in p]], device=device),
-            torch.tensor([[i for n in lengths for i in range(n)]], device=device),
+        tokens = self.opening[:with_opening] + [t for p in prompts for t in p]
+        positions = [*range(with_opening), *(common + i for n in lengths for i in range(n))]
+        hidden = self.model.hidden_states(
+            torch.tensor([tokens], device=self.device),
+            torch.tensor([positions], device=self.device),
             layout,
         )[0]
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits = self.policy.head(hidden[ends])
+        ends = with_opening - 1 + torch.tensor(lengths, device=self.device).cumsum(0)
+        logits = self.model.head(hidden[ends])
         for i, length, row_logits in zip(indices, lengths, logits, strict=True):
             self.live.append(_Prompt(i, length, row_logits, live_rows=self.group))
 
-    # ---- one token for every active row -------------------------------------------------------
+    # ---- decoding: the same rows until one of them ends ----------------------------------------
 
-    def step(self):
-        """Run the model on the last token of every active row and append the next one."""
-        device = self.policy.device
-        grown = [len(self.completions[row].token_ids) for row in self.active]
-        layout = DecodeLayout(
+    def advance(self):
+        """Some tokens for every active row; then look at them, and retire the finished rows."""
+        grown = max(len(self.completions[row].token_ids) for row in self.active)
+        width = self._width(min(grown + self.pace.steps, self.max_new_tokens))
+        self.cache.widen_rows(width)
+        if self.step is None:
+            self.step = self._next_step()
+        tokens, logprobs = [], []
+        for _ in range(self.pace.steps):
+            if self.graphs:
+                self.step, (drawn, logprob) = self.graphs.run(self.step, width)
+            else:
+                drawn, logprob = self.step(width)
+            tokens.append(drawn)
+            logprobs.append(logprob)
+        self._take(torch.stack(tokens).tolist(), torch.stack(logprobs).tolist(), first=0)
+
+    def _width(self, tokens: int) -> int:
+        bucket = self.pace.width_bucket
+        return -(-tokens // bucket) * bucket
+
+    def _next_step(self) -> DecodeStep:
+        rows = power_of_two(len(self.active)) if self.pace.bucketed else len(self.active)
+        spare = rows - len(self.active)  # filled up with rows that nobody reads
+        completions = [self.completions[row] for row in self.active]
+        return DecodeStep(
+            model=self.model,
             cache=self.cache,
-            prompt_lengths=[p.length for p in self.live],
+            sampling=self.sampling,
+            uniforms=self.uniforms,
+            rows=self.active + [0] * spare,
+            tokens=[c.token_ids[-1] for c in completions] + [0] * spare,
+            # The last token is not in the cache yet.
+            lengths=[len(c.token_ids) - 1 for c in completions] + [0] * spare,
             of_prompt=self.of_prompt,
-            row_lengths=[n - 1 for n in grown],  # the last token is not in the cache yet
-            device=device,
+            prompt_lengths=[p.length for p in self.live],
+            common=len(self.opening),
+            device=self.device,
+            grid=(self.max_prompts, self.group) if self.pace.bucketed else None,
         )
-        tokens = [self.completions[row].token_ids[-1] for row in self.active]
-        positions = [
-            self.live[s].length + n - 1 for s, n in zip(self.of_prompt, grown, strict=True)
-        ]
-        hidden = self.policy.hidden_states(
-            torch.tensor(tokens, device=device)[:, None],
-            torch.tensor(positions, device=device)[:, None],
-            layout,
-        )
-        self._append(self.policy.head(hidden[:, 0]), first=0)
 
-    def _append(self, logits: torch.Tensor, first: int):
-        """Sample a token for active rows from `first` on, [A - first, V]; retire the finished."""
-        rows = self.active[first:]
-        uniforms = None
-        if self.sampling.temperature > 0:
-            at = [len(self.completions[row].token_ids) for row in rows]
-            uniforms = self.uniforms[torch.tensor(rows), torch.tensor(at)]
-        tokens, logprobs = sample(
-            logits,
-            self.sampling.temperature,
-            self.sampling.top_k,
-            self.sampling.top_p,
-            self.sampling.min_p,
-            uniforms=uniforms,
-        )
+    def _take(self, tokens: list[list[int]], logprobs: list[list[float]], first: int):
+        """[steps][rows from `first` on]: append what belongs to each row, retire the finished."""
         finished = []
-        for place, token, logprob in zip(
-            range(first, len(self.active)), tokens.tolist(), logprobs.tolist(), strict=True
-        ):
+        for place in range(first, len(self.active)):
             completion = self.completions[self.active[place]]
-            completion.token_ids.append(token)
-            completion.logprobs.append(logprob)
-            if token in self.stop:
-                completion.finish_reason = "stop"
-            elif len(completion.token_ids) == self.max_new_tokens:
-                completion.finish_reason = "length"
-            if completion.finish_reason:
-                finished.append(place)
+            for token_row, logprob_row in zip(tokens, logprobs, strict=True):
+                token = token_row[place - first]
+                completion.token_ids.append(token)
+                completion.logprobs.append(logprob_row[place - first])
+                if token in self.stop:
+                    completion.finish_reason = "stop"
+                elif len(completion.token_ids) == self.max_new_tokens:
+                    completion.finish_reason = "length"
+                if completion.finish_reason:
+                    finished.append(place)
+                    break
         for place in reversed(finished):
             self._retire(place)
 
     def _retire(self, place: int):
         """Free a finished row, and its prompt after the group's last; the last ones move down."""
+        self.step = None
         slot = self.of_prompt[place]
         last = len(self.active) - 1
         if place != last:

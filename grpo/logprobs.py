@@ -1,8 +1,10 @@
 """Log-probabilities of given tokens, without ever holding the logits of all of them.
 
 16 rows of 512 tokens over 151,936 words are 5 GB of float32 logits a copy, and training needs
-several copies. The output head is therefore applied to a few rows at a time, and again in the
-backward pass: a second matrix product instead of the memory.
+several copies. The output head is therefore applied to a few rows at a time. Where its weights are
+frozen, as with LoRA, the gradient for the hidden states is worked out at once, while the chunk's
+probabilities are there, and kept for the backward pass: it is no larger than the hidden states.
+Where the head is trained too, the backward pass applies it again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,6 +57,13 @@ def token_logprobs(
     head that does so too.
     """
     chunk_size = chunk_size or max(1, LOGITS_BUDGET // head.out_features)
+    frozen = type(head) is nn.Linear and not any(p.requires_grad for p in head.parameters())
+    if frozen and torch.is_grad_enabled() and hidden.requires_grad:
+        bias = head.bias
+        logprobs, entropy = _FrozenHead.apply(
+            hidden, head.weight, bias, targets, temperature, chunk_size
+        )
+        return logprobs, entropy if with_entropy else None
     # A single chunk is within the budget anyway: keep it, there is nothing to win by recomputing.
     recompute = torch.is_grad_enabled() and len(hidden) > chunk_size
 
@@ -79,9 +89,41 @@ def _chunk(
     if not with_entropy:
         return logprobs, None
     with torch.no_grad():
-        # A token of probability 0 adds 0, not 0 * -inf: its log is raised to a finite number.
-        finite = everything.clamp(min=torch.finfo(everything.dtype).min)  # [R, V]
-        return logprobs, -(everything.exp() * finite).sum(dim=1)  # [R]
+        return logprobs, _entropy(everything, everything.exp())
+
+
+def _entropy(everything: Tensor, weights: Tensor) -> Tensor:
+    """[R] from log-probs and probabilities [R, V]."""
+    # A token of probability 0 adds 0, not 0 * -inf: its log is raised to a finite number.
+    finite = everything.clamp(min=torch.finfo(everything.dtype).min)
+    return -(weights[:, None] @ finite[:, :, None]).view(-1)  # without a product of [R, V]
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Log-prob and entropy of every row, [M] each; no gradient for the head, none of the entropy.
+
+    d log pi(target) / d hidden = (W[target] - sum over v of pi(v) W[v]) / temperature.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size):
+        logprobs, entropies, gradients = [], [], []
+        for rows, ids in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+            everything = tempered_log_softmax(F.linear(rows, weight, bias), temperature)  # [R, V]
+            logprobs.append(everything.gather(1, ids[:, None]).squeeze(1))
+            weights = everything.exp()
+            entropies.append(_entropy(everything, weights))
+            expected = weights.to(weight.dtype) @ weight  # [R, D]
+            gradients.append((weight[ids] - expected) / (temperature or 1))
+        ctx.save_for_backward(torch.cat(gradients))
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, _):
+        (gradients,) = ctx.saved_tensors
+        return (grad_logprobs[:, None] * gradients).to(gradients.dtype), *[None] * 5
 
 
 def completion_logprobs(

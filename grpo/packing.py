@@ -1,7 +1,8 @@
 """A batch of (prompt, completions) as one packed sequence in which each prompt stands once.
 
 Eight completions of an 80-token prompt, 120 tokens each, are 80 + 8 x 120 tokens instead of
-8 x 200, and there is no padding outside the attention product. The last token of a completion is
+8 x 200, and there is no padding outside the attention product. An opening that all prompts of the
+step share, such as a system prompt, stands once a batch. The last token of a completion is
 predicted but predicts nothing, so it is left out of the input.
 
     group 0: prompt a b, completions x y z and u      group 1: prompt c, completion v w
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo.attention import PackedLayout
+from grpo.attention import PackedLayout, common_length
 
-# Attention pads the completions to the longest of a batch, and its prompts likewise. So padded they
-# may have this many times the budget: a row of 4,096 tokens beside 200 of 16 would have 100 times.
+# Attention pads the completions to the longest of a batch. So padded they may have this many times
+# the budget: a row of 4,096 tokens beside 200 of 16 would have 100 times.
 PADDING = 2
 
 
@@ -50,14 +51,15 @@ class PackedBatch:
         return padded.masked_scatter(self.mask, values)
 
 
-def pack(groups: Sequence[Group], device: torch.device | str) -> PackedBatch:
-    """Groups → one packed batch, all prompts first, then all completions in order."""
-    prompts = [g.prompt for g in groups]
+def pack(groups: Sequence[Group], device: torch.device | str, common: int = 0) -> PackedBatch:
+    """Groups → one packed batch: the `common` tokens with which all prompts begin, the prompts
+    without them, then all completions in order."""
+    prompts = [g.prompt[common:] for g in groups]
     completions = [c for g in groups for c in g.completions]
     of_prompt = [i for i, g in enumerate(groups) for _ in g.completions]
-    tokens = [t for p in prompts for t in p]
-    positions = [i for p in prompts for i in range(len(p))]
-    prompt_end, end = [], 0
+    tokens = groups[0].prompt[:common] + [t for p in prompts for t in p]
+    positions = [*range(common), *(common + i for p in prompts for i in range(len(p)))]
+    prompt_end, end = [], common
     for prompt in prompts:
         end += len(prompt)
         prompt_end.append(end - 1)
@@ -67,7 +69,8 @@ def pack(groups: Sequence[Group], device: torch.device | str) -> PackedBatch:
         source.append(prompt_end[prompt])
         source.extend(range(start, start + length))
         tokens.extend(completion[:-1])
-        positions.extend(range(len(prompts[prompt]), len(prompts[prompt]) + length))
+        first = common + len(prompts[prompt])
+        positions.extend(range(first, first + length))
     lengths = torch.tensor([len(c) for c in completions])
     return PackedBatch(
         input_ids=torch.tensor([tokens], device=device),
@@ -77,6 +80,7 @@ def pack(groups: Sequence[Group], device: torch.device | str) -> PackedBatch:
             completion_lengths=[len(c) - 1 for c in completions],
             of_prompt=of_prompt,
             device=torch.device(device),
+            common=common,
         ),
         source=torch.tensor(source, device=device),
         targets=torch.tensor([t for c in completions for t in c], device=device),
@@ -94,16 +98,18 @@ def micro_batches(
     A group that does not fit is split, its prompt repeated in each part; a single completion that
     is over the budget by itself is a batch by itself, since it cannot be cut.
     """
+    common = common_length([group.prompt for group in groups])
     batch: list[Group] = []
-    size = _Size()
+    size = empty = _Size(tokens=common)
     for group in groups:
         part: Group | None = None
+        prompt = len(group.prompt) - common
         for completion, row in zip(group.completions, group.rows, strict=True):
-            larger = size.with_row(len(completion), group.prompt if part is None else None)
+            larger = size.with_row(len(completion), prompt if part is None else None)
             if batch and not larger.within(token_budget):
-                yield pack(batch, device)
+                yield pack(batch, device, common)
                 batch, part = [], None
-                larger = _Size().with_row(len(completion), group.prompt)
+                larger = empty.with_row(len(completion), prompt)
             if part is None:
                 part = Group(group.prompt, [], [])
                 batch.append(part)
@@ -111,7 +117,7 @@ def micro_batches(
             part.rows.append(row)
             size = larger
     if batch:
-        yield pack(batch, device)
+        yield pack(batch, device, common)
 
 
 @dataclass(frozen=True)
@@ -119,22 +125,13 @@ class _Size:
     """Of a batch that is being filled."""
 
     tokens: int = 0
-    prompts: int = 0
-    longest_prompt: int = 0
     rows: int = 0
     longest_row: int = 0
 
-    def with_row(self, row: int, prompt: list[int] | None) -> _Size:
+    def with_row(self, row: int, prompt: int | None) -> _Size:
         """With a completion of `row` tokens, and its prompt unless that is in the batch already."""
-        new = 0 if prompt is None else len(prompt)
-        return _Size(
-            self.tokens + row + new,
-            self.prompts + (prompt is not None),
-            max(self.longest_prompt, new),
-            self.rows + 1,
-            max(self.longest_row, row),
-        )
+        longest = max(self.longest_row, row)
+        return _Size(self.tokens + row + (prompt or 0), self.rows + 1, longest)
 
     def within(self, budget: int) -> bool:
-        padded = max(self.rows * self.longest_row, self.prompts * self.longest_prompt)
-        return self.tokens <= budget and padded <= PADDING * budget
+        return self.tokens <= budget and self.rows * self.longest_row <= PADDING * budget

@@ -5,15 +5,8 @@ import torch
 from conftest import KINDS
 from tiny import ragged_prompts, tiny_policy
 
-from grpo.attention import (
-    DecodeLayout,
-    KeyValueCache,
-    PackedLayout,
-    PrefillLayout,
-    attention,
-    length_mask,
-    pad_index,
-)
+from grpo.attention import PackedLayout, attention, length_mask, pad_index
+from grpo.cache import DecodeLayout, KeyValueCache, PrefillLayout
 
 H, K, D = 4, 2, 6  # heads, key-value heads, numbers a head
 CPU = torch.device("cpu")
@@ -161,7 +154,8 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
         n = row_lengths[row]
         cache.row[0, 0, row, :, :n] = own_key[0, :, :n]
         cache.row[0, 1, row, :, :n] = own_value[0, :, :n]
-    layout = DecodeLayout(cache, prompt_lengths, of_prompt, row_lengths, device=CPU)
+    layout = DecodeLayout(cache, prompt_lengths, of_prompt, torch.tensor(row_lengths))
+    layout.see(max(row_lengths) + 1)
     new = [torch.cat([x[i][:, :, -1:] for x in own]) for i in range(3)]  # [A, H or K, 1, D]
     out = attention(Layer, *new, None, layout=layout)[0]
     assert out.shape == (rows, 1, H, D)

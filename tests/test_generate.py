@@ -16,12 +16,14 @@ from tiny import (
 )
 
 import grpo.generate
+from grpo.decode import Pace
 from grpo.errors import UserError
-from grpo.generate import Sampling, generate
+from grpo.folded import FoldedModel
+from grpo.generate import generate
 from grpo.logprobs import completion_logprobs
 from grpo.packing import Group, pack
-from grpo.policy import load_policy
-from grpo.sampling import sample
+from grpo.policy import Policy, load_policy
+from grpo.sampling import Sampling, sample
 from grpo.tokenizer import completion_text
 
 CASES = {case["id"]: case for case in load_cases("generation_cases")["cases"]}
@@ -43,11 +45,11 @@ WITH_VALUES = [
 
 
 @pytest.mark.parametrize("name", WITH_VALUES)
-def test_case_with_values(name):
+def test_case_with_values(name, monkeypatch):
     case = CASES[name]
     given, expected = case["input"], case["expected"]
     policy = policy_of(build_markov("grpo"), given["eos_token_ids"])
-    calls = count_calls(policy)
+    calls = count_calls(monkeypatch)
     found = [g[0] for g in greedy(policy, given["prompts"], given["max_new_tokens"])]
     assert [c.token_ids for c in found] == expected["completions"], case["why"]
     for completion, wanted in zip(found, expected["logprobs"], strict=True):
@@ -84,11 +86,11 @@ def test_case_a_row_answers_as_it_would_alone(name):
                 assert row.logprobs == pytest.approx(wanted.logprobs, abs=case["tolerance"]["abs"])
 
 
-def test_case_limit_context():
+def test_case_limit_context(monkeypatch):
     """60 + 10 tokens in 64 positions: one clear error before any work, no index error in it."""
     given, expected = CASES["limit/context"]["input"], CASES["limit/context"]["expected"]
     policy = tiny_policy("gpt2")
-    calls = count_calls(policy)
+    calls = count_calls(monkeypatch)
     prompts = [[3] * n for n in given["prompt_lengths"]]
     with pytest.raises(UserError) as caught:
         greedy(policy, prompts, given["max_new_tokens"])
@@ -156,7 +158,8 @@ def test_case_numerics_dropout():
     policy = policy_of(model)
     shake(policy.trainable_parameters())
     prompts = case["input"]["prompts"]
-    assert draw(policy, prompts, length=5) != draw(policy, prompts, length=5), "dropout was on"
+    scored = [plain_logprobs(policy, prompts[0], [1, 2, 3]) for _ in range(2)]
+    assert not torch.equal(*scored), "dropout was on"
     _switch_off_noise(model.get_base_model())
     for prompt, (row,) in zip(prompts, draw(policy, prompts, length=5), strict=True):
         scored = plain_logprobs(policy, prompt, row.token_ids)
@@ -270,23 +273,23 @@ def test_the_size_of_the_batch_changes_nothing(monkeypatch, max_rows, prefill):
     assert {1, 6} <= lengths, "rows that end at once and rows that never do"
 
 
-def test_every_row_may_end_at_its_first_token():
+def test_every_row_may_end_at_its_first_token(monkeypatch):
     policy = tiny_policy(stop=range(32))
     found = draw(policy, ragged_prompts(5), 3, 8, max_rows=2)
     assert [[(len(c.token_ids), c.finish_reason) for c in g] for g in found] == [
         [(1, "stop")] * 3
     ] * 5
-    calls = count_calls(policy)
+    calls = count_calls(monkeypatch)
     draw(policy, ragged_prompts(5), 3, 8, max_rows=15)
-    assert [width for width, _ in calls] == [1], "one prefill and not a single decode step"
+    assert [rows for (rows, _), _ in calls] == [1], "one prefill and not a single decode step"
 
 
-def test_a_prompt_is_computed_once_for_its_whole_group():
+def test_a_prompt_is_computed_once_for_its_whole_group(monkeypatch):
     policy = tiny_policy()
     prompts = ragged_prompts(4, seed=3, low=5)
-    calls = count_calls(policy)
+    calls = count_calls(monkeypatch)
     found = draw(policy, prompts, 8, 6, max_rows=5)
-    computed = sum(rows * width for rows, width in calls)
+    computed = sum(rows * width for (rows, width), _ in calls)
     written = sum(len(c.token_ids) - 1 for g in found for c in g)  # a last token is not run
     assert computed == sum(map(len, prompts)) + written
 
@@ -372,18 +375,70 @@ def test_gradient_checkpointing_leaves_the_rollout_alone(saved_model):
     assert found[0] == found[1]
 
 
-def test_rollouts_keep_no_graph():
+def test_rollouts_keep_no_graph(monkeypatch):
     policy = tiny_policy()
-    seen = []
-    hidden_states = policy.hidden_states
-
-    def watched(*args):
-        seen.append(hidden_states(*args))
-        return seen[-1]
-
-    policy.hidden_states = watched
+    calls = count_calls(monkeypatch)
     draw(policy, [[5, 6]], 2, 3)
-    assert seen and not any(h.requires_grad for h in seen)
+    assert calls and not any(hidden.requires_grad for _, hidden in calls)
+
+
+# ---- a common opening, and the pace of a GPU -----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_common_opening_is_computed_once_and_changes_nothing(kind, monkeypatch):
+    """Also for prompts that are prefilled later, when the opening is in the cache only."""
+    policy = tiny_policy(kind)
+    prompts = [[7, 8, 9, 3, *p] for p in ragged_prompts(6, seed=5)]
+    wanted = draw(policy, prompts, 2, 7, max_rows=3)
+    monkeypatch.setattr("grpo.attention.SHORTEST_COMMON", 4)
+    calls = count_calls(monkeypatch)
+    found = draw(policy, prompts, 2, 7, max_rows=3)
+    assert tokens_of(found) == tokens_of(wanted)
+    for mine, theirs in zip(sum(found, []), sum(wanted, []), strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert len([width for (_, width), _ in calls if width > 1]) > 1, "one prefill is no test"
+    written = sum(len(c.token_ids) - 1 for g in found for c in g)
+    computed = sum(rows * width for (rows, width), _ in calls)
+    assert computed == 4 + sum(len(p) - 4 for p in prompts) + written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps, width", [(1, 4), (3, 4), (8, 16)])
+def test_the_pace_of_a_gpu_gives_the_same_completions(kind, steps, width):
+    """Spare rows, places behind the mask, rows that run on after their stop token: all dropped."""
+    policy = tiny_policy(kind, stop=[2, 5, 9])
+    prompts = ragged_prompts(5, seed=6)
+    wanted = draw(policy, prompts, 3, 10, max_rows=6)
+    pace = Pace(steps=steps, bucketed=True, width_bucket=width, cuda_graphs=False)
+    found = draw(policy, prompts, 3, 10, max_rows=6, pace=pace)
+    assert tokens_of(found) == tokens_of(wanted)
+    assert {c.finish_reason for g in found for c in g} == {"stop", "length"}
+    for mine, theirs in zip(sum(found, []), sum(wanted, []), strict=True):
+        assert mine.finish_reason == theirs.finish_reason
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_a_captured_step_takes_over_the_rows_of_another(monkeypatch):
+    """A CUDA graph replays the addresses it was captured with. Here a replay runs the captured
+    step again, on whatever its own tensors hold by then: the same contract."""
+    replays = []
+
+    def captured(step, width, pool):
+        def replay():
+            replays.append(width)
+            return step(width)
+
+        return replay, pool
+
+    monkeypatch.setattr("grpo.decode.capture", captured)
+    policy = tiny_policy(stop=[2, 5, 9])
+    prompts = ragged_prompts(5, seed=6)
+    wanted = draw(policy, prompts, 3, 10, max_rows=6)
+    pace = Pace(steps=2, bucketed=True, width_bucket=4, cuda_graphs=True)
+    found = draw(policy, prompts, 3, 10, max_rows=6, pace=pace)
+    assert tokens_of(found) == tokens_of(wanted)
+    assert len(replays) > 10 and len(set(replays)) > 1
 
 
 # ---- randomness ----------------------------------------------------------------------------------
@@ -423,17 +478,21 @@ def test_text_for_the_rewards_ends_before_the_stop_token(make_tokenizer):
     assert texts == ["bc", ""]
 
 
-def count_calls(policy) -> list[tuple[int, int]]:
-    """The shape of every batch of ids that goes through the model from here on."""
+def count_calls(monkeypatch) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """(shape of the ids, hidden states) of every run of a model from here on, folded or not."""
     calls = []
-    hidden_states = policy.hidden_states
 
-    def counted(input_ids, position_ids, layout):
-        assert input_ids.shape == position_ids.shape
-        calls.append(tuple(input_ids.shape))
-        return hidden_states(input_ids, position_ids, layout)
+    def counted(run):
+        def hidden_states(self, input_ids, position_ids, layout):
+            assert input_ids.shape == position_ids.shape
+            hidden = run(self, input_ids, position_ids, layout)
+            calls.append((tuple(input_ids.shape), hidden))
+            return hidden
 
-    policy.hidden_states = counted
+        return hidden_states
+
+    for kind in (FoldedModel, Policy):
+        monkeypatch.setattr(kind, "hidden_states", counted(kind.hidden_states))
     return calls
 
 

@@ -9,6 +9,7 @@ import torch
 from conftest import KINDS
 from tiny import gradients_of, plain_logprobs, ragged_prompts, tiny_policy
 
+from grpo.attention import common_length
 from grpo.logprobs import completion_logprobs
 from grpo.loop import grpo_loss
 from grpo.packing import Group, micro_batches, pack
@@ -137,18 +138,25 @@ def test_a_group_is_split_only_where_the_budget_ends():
 
 
 def test_one_long_row_is_not_padded_onto_many_short_ones():
-    """The token budget alone let 1 row of 40 and 20 of 2, 80 tokens, become 21 x 40 in attention;
-    the same with a long prompt among short ones."""
-    long_row = [Group([3], [[4] * 2] * 20 + [[4] * 40], list(range(21)))]
-    long_prompt = [Group([3] * n, [[4]], [row]) for row, n in enumerate([2] * 20 + [40])]
-    for groups in (long_row, long_prompt):
-        batches = list(micro_batches(groups, 100, "cpu"))
-        assert [b.rows.tolist() for b in batches] == [list(range(20)), [20]]
-    for batch in micro_batches(long_row + long_prompt, 100, "cpu"):
-        prompts, rows = batch.layout.prompt_lengths, batch.mask.sum(dim=1).tolist()
-        assert max(len(rows) * max(rows), len(prompts) * max(prompts)) <= 200
+    """The token budget alone let 1 row of 40 and 20 of 2, 80 tokens, become 21 x 40 in attention."""
+    groups = [Group([3], [[4] * 2] * 20 + [[4] * 40], list(range(21)))]
+    batches = list(micro_batches(groups, 100, "cpu"))
+    assert [b.rows.tolist() for b in batches] == [list(range(20)), [20]]
     # What is over the budget by itself still goes through, alone.
-    assert [len(b.rows) for b in micro_batches(long_row, 5, "cpu")][-1] == 1
+    assert [len(b.rows) for b in micro_batches(groups, 5, "cpu")][-1] == 1
+
+
+def test_a_common_opening_stands_once_a_batch(monkeypatch):
+    """A system prompt before every question: once a batch, and it counts once in the budget."""
+    monkeypatch.setattr("grpo.attention.SHORTEST_COMMON", 3)
+    groups = [Group([7, 8, 9, q], [[4, 5], [6]], [2 * i, 2 * i + 1]) for i, q in enumerate([3, 4])]
+    (batch,) = micro_batches(groups, 11, "cpu")  # 3 + 2 x (1 + 3)
+    assert batch.input_ids.tolist() == [[7, 8, 9, 3, 4, 4, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 4]]
+    assert batch.source.tolist() == [3, 5, 3, 4, 6, 4]
+    assert len(list(micro_batches(groups, 10, "cpu"))) == 2
+    same = [Group([7, 8, 9], g.completions, g.rows) for g in groups]
+    assert common_length([g.prompt for g in same]) == 0, "each prompt keeps a token of its own"
 
 
 # ---- loss and gradient ---------------------------------------------------------------------------
@@ -192,7 +200,9 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_packed_loss_and_gradient_are_the_plain_ones_for_any_split(loss_type, level, name):
+def test_packed_loss_and_gradient_are_the_plain_ones_for_any_split(
+    loss_type, level, name, monkeypatch
+):
     kind = KINDS[(list(SETTINGS).index(name) + len(level)) % len(KINDS)]
     settings = {
         "loss_type": loss_type, "importance_sampling_level": level, "epsilon": 0.2,
@@ -200,6 +210,9 @@ def test_packed_loss_and_gradient_are_the_plain_ones_for_any_split(loss_type, le
     } | SETTINGS[name]  # fmt: skip
     policy = tiny_policy(kind, dtype=torch.float64)
     groups = random_groups(seed=1, count=3, most=3)
+    if level == "token":  # every prompt begins with the same three tokens
+        monkeypatch.setattr("grpo.attention.SHORTEST_COMMON", 3)
+        groups = [Group([7, 8, 9, *g.prompt], g.completions, g.rows) for g in groups]
     rows = rows_of(groups)
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(len(rows), generator=generator, dtype=torch.float64)

@@ -12,9 +12,10 @@ from conftest import build_model, build_tokenizer
 
 from data import Example, Task
 from grpo.config import Config
-from grpo.generate import Sampling, generate
+from grpo.generate import generate
 from grpo.optimizer import build_optimizer
 from grpo.policy import Policy
+from grpo.sampling import Sampling
 from grpo.training import Training
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -54,7 +55,9 @@ def plain_logprobs(policy, prompt, completion, temperature=1.0) -> torch.Tensor:
     return logprobs[torch.arange(len(completion)), torch.tensor(completion)]
 
 
-def draw(policy, prompts, group=1, length=8, temperature=1.0, seed=0, max_rows=64, **sampling):
+def draw(
+    policy, prompts, group=1, length=8, temperature=1.0, seed=0, max_rows=64, pace=None, **sampling
+):
     """generate(...) in one line."""
     return generate(
         policy,
@@ -64,6 +67,7 @@ def draw(policy, prompts, group=1, length=8, temperature=1.0, seed=0, max_rows=6
         Sampling(temperature, **sampling),
         torch.Generator().manual_seed(seed),
         max_rows,
+        pace=pace,
     )
 
 
