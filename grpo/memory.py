@@ -125,7 +125,7 @@ def _weights(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
     linear_bytes = NF4_BYTES if config.quantize == "nf4" else compute_bytes
     base = shape.linear_parameters * linear_bytes + shape.other_parameters * compute_bytes
     lora = config.lora_rank > 0
-    adapter = trainable_parameters(shape, config) * FP32 if lora else 0
+    adapter = trainable_parameters(shape, config) * compute_bytes if lora else 0
     # The reference is the model with its adapter off: free, unless the run starts from a trained
     # adapter, which has a frozen twin, or trains all weights, which needs a frozen copy.
     reference = 0
@@ -138,7 +138,7 @@ def _training_state(shape: ModelShape, config: Config, compute_bytes: int) -> di
     """Gradients, AdamW's two states, and float32 masters of weights that are held in fewer bits."""
     count = trainable_parameters(shape, config)
     states = 2 * FP32 if config.optimizer == "adamw" else 2  # 8-bit: a byte each
-    needs_masters = config.lora_rank == 0 and compute_bytes < FP32
+    needs_masters = compute_bytes < FP32
     return {
         # With masters, gradients arrive in bfloat16 and are added up in float32.
         "gradients": count * (FP32 + (compute_bytes if needs_masters else 0)),

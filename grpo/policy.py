@@ -109,7 +109,7 @@ class Policy:
         ).last_hidden_state
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """By name. Float32 for an adapter; in full fine-tuning of the model's own dtype."""
+        """By name, in the model's own dtype; the optimizer keeps float32 masters of them."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @contextmanager

@@ -30,8 +30,12 @@ def plain(query, key, value, visible):
     return torch.einsum("hij,jhd->ihd", weight, value)
 
 
-# An opening of 3, two prompts of 2, completions of 4 and 1 tokens for the first and 2 for the other.
-OPENING, PROMPTS, ROWS = slice(0, 3), [slice(3, 5), slice(5, 7)], [(7, 4, 0), (11, 1, 0), (12, 2, 1)]
+# An opening of 3, two prompts of 2, completions of 4 and 1 for the first, of 2 for the other.
+OPENING, PROMPTS, ROWS = (
+    slice(0, 3),
+    [slice(3, 5), slice(5, 7)],
+    [(7, 4, 0), (11, 1, 0), (12, 2, 1)],
+)
 TOKENS = 14
 
 

@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo.errors import UserError
+from grpo.optimizer import build_optimizer
 from grpo.policy import load_policy
 
 TOKENS = ["a", "b", "c", "\n"]
@@ -26,12 +27,15 @@ def test_fresh_lora_answers_exactly_as_the_base(saved_model, kind):
     assert logits(fresh).allclose(plain_logits(plain), atol=1e-4)
 
 
-def test_lora_trains_float32_matrices_and_nothing_else(base):
+def test_lora_trains_its_matrices_by_float32_masters_and_nothing_else(base):
+    """AdamW's step of 1e-6 on a bfloat16 weight would round to nothing."""
     policy = load_policy(build_config(model=base, lora_rank=4, dtype="bfloat16"))
     parameters = policy.trainable_parameters()
     assert len(parameters) == 2 * 7 * 2  # A and B of 7 linear layers, 2 blocks; not the head
     assert all("lora_" in name for name in parameters)
-    assert {p.dtype for p in parameters.values()} == {torch.float32}
+    masters = build_optimizer(parameters).masters
+    assert {p.dtype for p in masters.values()} == {torch.float32}
+    assert {p.dtype for p in parameters.values()} == {torch.bfloat16}
     assert {p.dtype for p in policy.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert policy.dtype == torch.bfloat16
     assert logits(policy).dtype == torch.bfloat16

@@ -5,6 +5,7 @@ import torch
 from conftest import build_config, build_tokenizer
 from tiny import TEMPLATE, letters_task, settings, share_of, training_of, weights_of
 
+import grpo.generate
 import grpo.loop
 import grpo.sft
 from grpo.checkpoint import find_checkpoint, folder_position
@@ -212,11 +213,17 @@ def spoil_the_gradient(run, monkeypatch, step):
     parameter.register_hook(lambda g: g * float("inf") if run.step == step else g)
 
 
-def spoil_the_model(run, step):
-    head = run.policy.head
-    head.register_forward_hook(
-        lambda module, args, out: out * float("nan") if run.step == step else out
-    )
+def spoil_the_model(run, monkeypatch, step):
+    """The copy that the rollout runs, so that the weights that are trained stay whole."""
+    fold = grpo.generate.fold
+
+    def spoilt(policy):
+        model = fold(policy)
+        if run.step == step:
+            model.norm = (torch.full_like(model.norm[0], torch.nan), model.norm[1])
+        return model
+
+    monkeypatch.setattr(grpo.generate, "fold", spoilt)
 
 
 SPOILT = {
@@ -225,10 +232,12 @@ SPOILT = {
 }
 
 
-def test_a_model_that_answers_nan_is_no_model_without_anything_to_learn(base, tmp_path):
+def test_a_model_that_answers_nan_is_no_model_without_anything_to_learn(
+    base, tmp_path, monkeypatch
+):
     """All its rows are alike, no group has a spread: the run went on to its end, saying nothing."""
     run = fresh(base, tmp_path, settings(max_steps=4))
-    spoil_the_model(run, step=2)
+    spoil_the_model(run, monkeypatch, step=2)
     with pytest.raises(UserError, match="not numbers"), run.saved_on_failure():
         grpo.loop.train(run.policy, TASK, run.config, run)
     assert find_checkpoint(tmp_path)[0].name == "grpo-step-000002"
@@ -285,7 +294,9 @@ def test_a_spoilt_second_update_leaves_the_checkpoint_before_the_step(base, tmp_
 def test_sft_stops_at_a_number_that_is_not_finite_too(base, tmp_path):
     config = settings(sft_steps=3)
     run = fresh(base, tmp_path, config, "sft")
-    spoil_the_model(run, step=1)
+    run.policy.decoder.norm.register_forward_hook(
+        lambda module, args, out: out * float("nan") if run.step == 1 else out
+    )
     with pytest.raises(UserError, match="step 2 of sft: the loss is nan.*step 1 are saved"):
         grpo.sft.train(run.policy, TASK, config, run)
     assert find_checkpoint(tmp_path)[0].name == "sft-step-000001"
