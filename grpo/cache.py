@@ -15,14 +15,18 @@ from grpo.cascade import Piece, cascade_attention
 
 
 class KeyValueCache:
-    """Preallocated keys and values: the common opening [.., K, S, D], prompts without it
+    """Keys and values: the common opening [.., K, S, D], prompts without it
     [.., prompt slot, K, L, D], rows [.., row, K, C, D].
 
     Active rows are always rows 0..A-1 and live prompts always slots 0..P-1, so that the decode
     step reads plain views; `move_row` and `move_prompt` fill the hole that a finished one leaves.
     Memory is asked for at the first prefill, when the heads' shape is known. It must hold numbers
-    wherever a step reads, also behind the mask, since 0 x NaN is NaN; rows are zeroed only as far
-    as they have grown, for they seldom come near the longest completion that is allowed.
+    wherever a step reads, also behind the mask, since 0 x NaN is NaN.
+
+    growing: rows get the places that they need, in wider and wider memory. A CPU's batched product
+    wants them side by side: it copies a view of longer rows, all keys of all rows, at every layer
+    and step. Otherwise all is allocated at once, where it stays, as a CUDA graph must have it, and
+    zeroed only as far as rows have grown; they seldom come near the longest that is allowed.
     """
 
     def __init__(
@@ -33,10 +37,12 @@ class KeyValueCache:
         prompt_length: int,
         row_length: int,
         common: int = 0,
+        growing: bool = True,
     ):
         self.layers = layers
         self.prompt_shape = (prompts, prompt_length)
         self.row_shape = (rows, row_length)
+        self.growing = growing
         self.common_length = common
         self.common = self.prompt = self.row = None  # [layers, 2 (key, value), ..]
         self.row_width = 0  # places of every row that hold numbers
@@ -50,6 +56,7 @@ class KeyValueCache:
         self.common = like.new_empty(self.layers, 2, heads, self.common_length, dim)
         self.prompt = like.new_zeros(self.layers, 2, slots, heads, length, dim)
         rows, length = self.row_shape
+        length = 0 if self.growing else length
         self.row = like.new_empty(self.layers, 2, rows, heads, length, dim)
 
     def store_common(self, layer: int, key: Tensor, value: Tensor):
@@ -64,11 +71,17 @@ class KeyValueCache:
         self.prompt[layer, 1, slots, :, : key.shape[1]] = value.transpose(1, 2)
 
     def widen_rows(self, width: int):
-        """Make the first `width` places of all rows readable; twice as many, to do it seldom."""
-        if width > self.row_width:
-            wider = min(2 * width, self.row_shape[1])
-            self.row[..., self.row_width : wider, :] = 0
-            self.row_width = wider
+        """Make the first `width` places of all rows readable."""
+        if width <= self.row_width:
+            return
+        if self.growing:
+            layers, two, rows, heads, _, dim = self.row.shape
+            wider = self.row.new_zeros(layers, two, rows, heads, width, dim)
+            wider[..., : self.row_width, :] = self.row
+            self.row = wider
+        else:
+            self.row[..., self.row_width : width, :] = 0
+        self.row_width = width
 
     def move_row(self, source: int, target: int, length: int):
         self.row[:, :, target, :, :length] = self.row[:, :, source, :, :length]
@@ -130,7 +143,7 @@ class DecodeLayout:
 
     prompt_lengths: of the P live prompts, without the opening. of_prompt: the prompt slot of each
     active row; rows after those are spare, and what they give is never read. grid: (P, F) to make
-    room for, at least as large as needed; prompt_width: likewise of L.
+    room for, at least as large as needed.
     """
 
     def __init__(
@@ -140,7 +153,6 @@ class DecodeLayout:
         of_prompt: list[int],
         lengths: Tensor,
         grid: tuple[int, int] | None = None,
-        prompt_width: int | None = None,
     ):
         self.cache, self.lengths = cache, lengths
         device = lengths.device
@@ -160,7 +172,7 @@ class DecodeLayout:
         of_prompt, column = of_prompt + spare, column + spare
         self.prompt_of = torch.tensor(of_prompt, device=device)  # [A]
         self.column = torch.tensor(column, device=device)  # [A]
-        self.prompt_width = prompt_width or max(prompt_lengths)
+        self.prompt_width = cache.prompt_shape[1]
         visible = length_mask(prompt_lengths, self.prompt_width, device)[self.prompt_of]
         opening = torch.zeros(len(lengths), cache.common_length, device=device)
         prompt = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
@@ -183,7 +195,7 @@ class DecodeLayout:
         own[1][self.active, :, self.lengths] = value[:, :, 0]
         own_key, own_value = own[:, :, :, : self.width]
         prompts, fullest = self.grid.shape
-        prompt_key, prompt_value = self.cache.prompt[layer, :, :prompts, :, : self.prompt_width]
+        prompt_key, prompt_value = self.cache.prompt[layer, :, :prompts]  # [P, K, L, D]
         opening_key, opening_value = self.cache.common[layer]  # [K, S, D]
         opening, own_at = self.cache.common_length, self.cache.common_length + self.prompt_width
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES_BUDGET = 2**23  # scores held at a time: 32 MB in float32
+# Scores held at a time by the products written out; on a CPU so few that they stay in its cache.
+SCORES_BUDGET = {"cpu": 2**18, "cuda": 2**25}
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def _query_blocks(query, key, causal):
     """(start, stop, keys in sight): few enough queries at a time for SCORES_BUDGET scores."""
     batch, heads, group, queries, _ = query.shape
     keys = key.shape[2]
-    size = max(1, SCORES_BUDGET // (batch * heads * group * keys))
+    budget = SCORES_BUDGET.get(query.device.type, SCORES_BUDGET["cuda"])
+    size = max(1, budget // (batch * heads * group * keys))
     for start in range(0, queries, size):
         stop = min(start + size, queries)
         yield start, stop, stop if causal else keys

@@ -26,12 +26,12 @@ class Pace:
     """
 
     steps: int  # between two looks of the host
-    bucketed: bool  # rows up to a power of two, room for every prompt that may come
+    bucketed: bool  # rows up to a power of two, room for every prompt that may come, memory fixed
     width_bucket: int  # places of the rows' cache, up to a multiple of this
     cuda_graphs: bool
 
 
-ON_CPU = Pace(steps=1, bucketed=False, width_bucket=1, cuda_graphs=False)
+ON_CPU = Pace(steps=1, bucketed=False, width_bucket=32, cuda_graphs=False)
 ON_CUDA = Pace(steps=8, bucketed=True, width_bucket=256, cuda_graphs=True)
 
 
@@ -71,8 +71,7 @@ class DecodeStep:
         starts = [common + prompt_lengths[slot] for slot in of_prompt]
         starts += [0] * (len(rows) - len(starts))
         self.starts = torch.tensor(starts, device=device)  # [A]
-        width = cache.prompt_shape[1] if grid else None
-        self.layout = DecodeLayout(cache, prompt_lengths, of_prompt, self.lengths, grid, width)
+        self.layout = DecodeLayout(cache, prompt_lengths, of_prompt, self.lengths, grid)
 
     def __call__(self, width: int) -> tuple[Tensor, Tensor]:
         """The next token of each row and its log-prob, [A] and [A]."""

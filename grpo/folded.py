@@ -1,16 +1,18 @@
-"""The policy as the rollout runs it: LoRA folded into the weights, few and large products.
+"""The policy as it is run: LoRA folded into the weights, few and large products.
 
 A decode step multiplies a handful of rows by every weight of the model, so what counts is to read
-the weights once and to call few functions. For the Llama family (Llama, Qwen2, Qwen3) a rollout
-therefore begins with a copy of the linear layers in which
+the weights once and to call few functions. For the Llama family (Llama, Qwen2, Qwen3) each step of
+GRPO therefore begins with a copy of the linear layers in which
 
     LoRA's B A is added to the weight it adapts (apart, it costs 14 small products a layer),
     query, key and value are one product, gate and up another,
     on a CPU the weights lie in the order that its matrix kernels read them in.
 
-Folding rounds W + B A to the weights' dtype, where training adds the two products: in float32 the
-log-probs agree to 1e-5, in bfloat16 to rounding, as `sampler_gap` shows at every step. Training
-takes its ratios from its own log-probs, so the first one is 1 all the same.
+With LoRA, training runs on the same copy, and so does the reference pass, on one without the
+adapters: sampler and scorer are then one model to the bit but for the shapes of their products.
+Folding rounds W + B A to the weights' dtype, so in bfloat16 a change of less than 1/512 of a weight
+may wait for more of its kind; the adapters themselves lose nothing, their gradient is that of
+y = x W^T + x A^T B^T, and their float32 masters move at every step.
 """
 
 from __future__ import annotations
@@ -21,33 +23,30 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 FAMILY = ("llama", "qwen2", "qwen3")
 
 
-def fold(policy) -> FoldedModel | None:
-    """A snapshot of the policy's weights; None where the policy has to sample as it is: another
-    family, a quantised base (unpacked, it would not fit), an adapter on other layers."""
-    model = policy.base
-    if model.config.model_type not in FAMILY:
+def fold(model: nn.Module, gradient_checkpointing: bool = False) -> FoldedModel | None:
+    """A snapshot of a transformers model, of the adapters in it that are active; None if it cannot
+    be folded: another family, a quantised base (unpacked, it would not fit), an adapter on other
+    layers than the linear ones of the decoder."""
+    if model.config.model_type not in FAMILY or model.config.hidden_act != "silu":
         return None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     linears = [m for m in decoder.modules() if isinstance(m, (nn.Linear, LoraLayer))]
-    foldable = all(_is_plain(m) for m in linears) and type(decoder.embed_tokens) is nn.Embedding
-    if not foldable or type(head) is not nn.Linear or model.config.hidden_act != "silu":
+    plain = all(type(_base(module)) is nn.Linear for module in linears)
+    if not plain or type(decoder.embed_tokens) is not nn.Embedding or type(head) is not nn.Linear:
         return None
     return FoldedModel(
         embedding=decoder.embed_tokens.weight,
         layers=[_fold_layer(layer) for layer in decoder.layers],
         norm=_norm(decoder.norm),
         rotary=decoder.rotary_emb,
-        output=_Linear([head]),
+        head=FoldedLinear([head]),
+        gradient_checkpointing=gradient_checkpointing,
     )
-
-
-def _is_plain(module: nn.Module) -> bool:
-    base = module.get_base_layer() if isinstance(module, LoraLayer) else module
-    return type(base) is nn.Linear
 
 
 @dataclass
@@ -58,7 +57,8 @@ class FoldedModel:
     layers: list[_Layer]
     norm: tuple[Tensor, float]  # weight, epsilon
     rotary: nn.Module
-    output: _Linear
+    head: FoldedLinear  # [.., hidden] → logits [.., V]
+    gradient_checkpointing: bool
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, layout) -> Tensor:
         """input_ids and position_ids [B, T] → [B, T, hidden]; `layout` says who sees whom."""
@@ -68,27 +68,30 @@ class FoldedModel:
         # rotate_half(x) * sin without its negation: roll swaps the halves, the sign is in here.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         cos, sin = cos[:, :, None], sin[:, :, None]
+        again = self.gradient_checkpointing and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
-            hidden = layer(index, hidden, cos, sin, layout)
+            if again:  # no dropout in here, so there is no random state to keep
+                hidden = checkpoint(
+                    layer, index, hidden, cos, sin, layout,
+                    use_reentrant=False, preserve_rng_state=False,
+                )  # fmt: skip
+            else:
+                hidden = layer(index, hidden, cos, sin, layout)
         return _rms_norm(hidden, self.norm)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """[.., hidden] → logits [.., V]."""
-        return self.output(hidden)
 
 
 @dataclass
 class _Layer:
     attention_norm: tuple[Tensor, float]
-    query_key_value: _Linear
+    query_key_value: FoldedLinear
     heads: int  # H
     shared: int  # K
     head_norm: tuple[Tensor, float] | None  # [H + K, D]: Qwen3 norms each query and key head
     scaling: float
-    attention_out: _Linear
+    attention_out: FoldedLinear
     mlp_norm: tuple[Tensor, float]
-    gate_up: _Linear
-    down: _Linear
+    gate_up: FoldedLinear
+    down: FoldedLinear
 
     def __call__(self, index, hidden, cos, sin, layout):
         batch, tokens, _ = hidden.shape
@@ -117,15 +120,15 @@ def _fold_layer(layer: nn.Module) -> _Layer:
         head_norm = torch.cat([query.expand(heads, -1), key.expand(shared, -1)]), epsilon
     return _Layer(
         attention_norm=_norm(layer.input_layernorm),
-        query_key_value=_Linear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        query_key_value=FoldedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
         heads=heads,
         shared=shared,
         head_norm=head_norm,
         scaling=attention.scaling,
-        attention_out=_Linear([attention.o_proj]),
+        attention_out=FoldedLinear([attention.o_proj]),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_Linear([mlp.gate_proj, mlp.up_proj]),
-        down=_Linear([mlp.down_proj]),
+        gate_up=FoldedLinear([mlp.gate_proj, mlp.up_proj]),
+        down=FoldedLinear([mlp.down_proj]),
     )
 
 
@@ -138,39 +141,123 @@ def _rms_norm(x: Tensor, norm: tuple[Tensor | None, float]) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-class _Linear:
-    """Linear maps of the same input as one product; LoRA in the weights."""
+class FoldedLinear:
+    """Linear maps of the same input as one product, LoRA in the weights.
+
+    The base is frozen. The adapters are not: where gradients are wanted, they get theirs.
+    """
 
     def __init__(self, modules: list[nn.Module]):
-        weights, biases = [], []
-        for module in modules:
-            base = module.get_base_layer() if isinstance(module, LoraLayer) else module
-            weights.append(_with_lora(base.weight.detach(), module))
-            biases.append(base.bias)
-        self.weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.bias = None
-        if any(bias is not None for bias in biases):
-            sizes = [weight.shape[0] for weight in weights]
-            zeros = [self.weight.new_zeros(size) for size in sizes]
-            given = [z if b is None else b.detach() for b, z in zip(biases, zeros, strict=True)]
-            self.bias = torch.cat(given)
-        self.packed = _pack(self.weight)
-        if self.packed is not None:
-            self.weight = None
+        self.modules = modules
+        self.bases = [_base(module) for module in modules]
+        self.out_features = sum(base.out_features for base in self.bases)
+        weights = [_with_lora(module) for module in modules]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.bias = _joined_bias(self.bases)
+        self.packed = _pack(weight)
+        self.folded = weight if self.packed is None else None
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] of a single map without an adapter, such as the output head."""
+        (base,) = self.bases
+        return base.weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        adapters = _adapters(self.modules)
+        if torch.is_grad_enabled() and (adapters or x.requires_grad):
+            return _FoldedProduct.apply(x, self, *[p for a in adapters for p in a.parameters])
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.folded, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def _with_lora(weight: Tensor, module: nn.Module) -> Tensor:
+@dataclass
+class _Adapter:
+    """LoRA beside one of the maps: its rows of the product, B [out, r] and A [r, in]."""
+
+    rows: slice
+    parameters: tuple[Tensor, Tensor]  # A, B
+    scale: float
+
+
+def _adapters(modules: list[nn.Module]) -> list[_Adapter]:
+    """Those that are trained now."""
+    found, start = [], 0
+    for module in modules:
+        stop = start + _base(module).out_features
+        if isinstance(module, LoraLayer) and not module.disable_adapters:
+            for name in module.active_adapters:
+                pair = module.lora_A[name].weight, module.lora_B[name].weight
+                if pair[0].requires_grad:
+                    found.append(_Adapter(slice(start, stop), pair, module.scaling[name]))
+        start = stop
+    return found
+
+
+class _FoldedProduct(torch.autograd.Function):
+    """y = x (W + scale B A)^T. Backward needs no folded weights in their plain order:
+    dx = dy W + scale (dy B) A, with W as the base holds it."""
+
+    @staticmethod
+    def forward(ctx, x, linear, *parameters):
+        ctx.save_for_backward(x, *parameters)
+        ctx.linear = linear
+        return linear.product(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *_ = ctx.saved_tensors
+        wanted, *parameters_wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]
+        grad, flat = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x, start = None, 0
+        if wanted:
+            grad_x = flat.new_zeros(flat.shape)
+            for base in ctx.linear.bases:
+                stop = start + base.out_features
+                grad_x.addmm_(grad[:, start:stop], base.weight)
+                start = stop
+        gradients = []
+        for adapter in _adapters(ctx.linear.modules):
+            a, b = adapter.parameters
+            told = grad[:, adapter.rows]  # [T, out]
+            through_b = (told @ b) * adapter.scale  # [T, r]
+            gradients.append(through_b.mT @ flat)
+            gradients.append(told.mT @ (flat @ a.mT) * adapter.scale)
+            if wanted:
+                grad_x.addmm_(through_b, a)
+        assert len(gradients) == len(parameters_wanted)
+        return (None if grad_x is None else grad_x.view(x.shape)), None, *gradients
+
+
+def _base(module: nn.Module) -> nn.Linear:
+    return module.get_base_layer() if isinstance(module, LoraLayer) else module
+
+
+def _joined_bias(bases: list[nn.Linear]) -> Tensor | None:
+    if all(base.bias is None for base in bases):
+        return None
+    return torch.cat(
+        [
+            base.weight.new_zeros(base.out_features) if base.bias is None else base.bias.detach()
+            for base in bases
+        ]
+    )
+
+
+def _with_lora(module: nn.Module) -> Tensor:
+    weight = _base(module).weight.detach()
     if not isinstance(module, LoraLayer) or module.disable_adapters:
         return weight
-    total = weight.float() if weight.dtype != torch.float64 else weight
+    total = torch.promote_types(weight.dtype, torch.float32)
     for adapter in module.active_adapters:
-        total = total + module.get_delta_weight(adapter)
-    return total.to(weight.dtype)
+        a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        change = b.detach().to(total) @ a.detach().to(total)
+        weight = weight + module.scaling[adapter] * change
+    return weight.to(_base(module).weight.dtype)
 
 
 def _pack(weight: Tensor) -> Tensor | None:

@@ -20,7 +20,6 @@ from grpo.attention import common_length
 from grpo.cache import KeyValueCache, PrefillLayout
 from grpo.decode import ON_CPU, ON_CUDA, DecodeStep, Graphs, Pace, power_of_two
 from grpo.errors import UserError
-from grpo.folded import fold
 from grpo.policy import Policy
 from grpo.sampling import Sampling, draw_tokens
 
@@ -110,7 +109,7 @@ class _Decoding:
     def __init__(
         self, policy, prompts, group, max_new_tokens, sampling, uniforms, max_rows, done, pace
     ):
-        self.model = fold(policy) or policy
+        self.model = policy.folded() or policy
         self.device, self.group = policy.device, group
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.uniforms = None if uniforms is None else uniforms.to(self.device)
@@ -135,6 +134,7 @@ class _Decoding:
             prompt_length=max(map(len, self.prompts), default=0),
             row_length=self._width(max_new_tokens),
             common=common,
+            growing=not pace.bucketed,
         )
         self.step: DecodeStep | None = None  # None: the rows have changed since the last one
         self.graphs = Graphs() if pace.cuda_graphs else None
@@ -206,8 +206,9 @@ class _Decoding:
     def advance(self):
         """Some tokens for every active row; then look at them, and retire the finished rows."""
         grown = max(len(self.completions[row].token_ids) for row in self.active)
-        width = self._width(min(grown + self.pace.steps, self.max_new_tokens))
-        self.cache.widen_rows(width)
+        needed = self._width(min(grown + self.pace.steps, self.max_new_tokens))
+        self.cache.widen_rows(needed)
+        width = needed if self.pace.bucketed else self.cache.row_width
         if self.step is None:
             self.step = self._next_step()
         tokens, logprobs = [], []

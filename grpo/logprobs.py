@@ -12,16 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from grpo.folded import FoldedLinear
 
 if TYPE_CHECKING:
     from grpo.packing import PackedBatch
     from grpo.policy import Policy
 
-# Logits held at a time: 2**24 numbers are 64 MB in float32, 341 rows of a vocabulary of 49,152.
-LOGITS_BUDGET = 2**24
+# Logits of one product: 2**23 numbers are 170 rows of a vocabulary of 49,152, or 16 MB in bfloat16.
+# A GPU needs more rows to be busy.
+LOGITS_BUDGET = {"cpu": 2**23, "cuda": 2**25}
+# Of those, so many at a time go through the softmax, which passes over them again and again in
+# float32: on a CPU few enough to stay in its cache, where each pass is some three times as fast.
+SOFTMAX_BUDGET = {"cpu": 2**18, "cuda": 2**25}
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def tempered_log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 def token_logprobs(
     hidden: Tensor,  # [M, D] the decoder's output at the positions that predict `targets`
-    head: nn.Module,  # [.., D] -> [.., V], with .out_features == V
+    head: nn.Module | FoldedLinear,  # [.., D] -> [.., V], with .out_features == V
     targets: Tensor,  # [M] token ids
     temperature: float,
     chunk_size: int | None = None,
@@ -56,13 +61,10 @@ def token_logprobs(
     unless asked for. A model that rescales its logits after its head (Gemma 2, Cohere) needs a
     head that does so too.
     """
-    chunk_size = chunk_size or max(1, LOGITS_BUDGET // head.out_features)
-    frozen = type(head) is nn.Linear and not any(p.requires_grad for p in head.parameters())
-    if frozen and torch.is_grad_enabled() and hidden.requires_grad:
-        bias = head.bias
-        logprobs, entropy = _FrozenHead.apply(
-            hidden, head.weight, bias, targets, temperature, chunk_size
-        )
+    chunk_size = chunk_size or _rows_within(LOGITS_BUDGET, hidden, head.out_features)
+    plain = type(head) in (nn.Linear, FoldedLinear) and not head.weight.requires_grad
+    if plain and torch.is_grad_enabled() and hidden.requires_grad:
+        logprobs, entropy = _FrozenHead.apply(hidden, head, targets, temperature, chunk_size)
         return logprobs, entropy if with_entropy else None
     # A single chunk is within the budget anyway: keep it, there is nothing to win by recomputing.
     recompute = torch.is_grad_enabled() and len(hidden) > chunk_size
@@ -80,23 +82,36 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
+def _rows_within(budget: dict[str, int], tensor: Tensor, vocabulary: int) -> int:
+    numbers = budget.get(tensor.device.type, budget["cuda"])
+    return max(1, numbers // vocabulary)
+
+
 def _chunk(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """One chunk of token_logprobs: hidden [R, D], targets [R] -> log-probs [R], entropy [R]."""
-    everything = tempered_log_softmax(head(hidden), temperature)  # [R, V]
-    logprobs = everything.gather(1, targets[:, None]).squeeze(1)  # [R]
-    if not with_entropy:
-        return logprobs, None
-    with torch.no_grad():
-        return logprobs, _entropy(everything, everything.exp())
+    logprobs, entropies = [], []
+    for everything, ids in _log_softmax_in_parts(head(hidden), targets, temperature):
+        logprobs.append(everything.gather(1, ids[:, None]).squeeze(1))
+        if with_entropy:
+            with torch.no_grad():
+                entropies.append(_entropy(everything, everything.exp()))
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _log_softmax_in_parts(logits: Tensor, targets: Tensor, temperature: float):
+    """logits [R, V], targets [R] → (log pi [r, V], targets [r]) of SOFTMAX_BUDGET's few rows."""
+    few = _rows_within(SOFTMAX_BUDGET, logits, logits.shape[1])
+    for part, ids in zip(logits.split(few), targets.split(few), strict=True):
+        yield tempered_log_softmax(part, temperature), ids
 
 
 def _entropy(everything: Tensor, weights: Tensor) -> Tensor:
     """[R] from log-probs and probabilities [R, V]."""
     # A token of probability 0 adds 0, not 0 * -inf: its log is raised to a finite number.
     finite = everything.clamp(min=torch.finfo(everything.dtype).min)
-    return -(weights[:, None] @ finite[:, :, None]).view(-1)  # without a product of [R, V]
+    return -(weights * finite).sum(dim=1)
 
 
 class _FrozenHead(torch.autograd.Function):
@@ -106,15 +121,18 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size):
+    def forward(ctx, hidden, head, targets, temperature, chunk_size):
         logprobs, entropies, gradients = [], [], []
         for rows, ids in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-            everything = tempered_log_softmax(F.linear(rows, weight, bias), temperature)  # [R, V]
-            logprobs.append(everything.gather(1, ids[:, None]).squeeze(1))
-            weights = everything.exp()
-            entropies.append(_entropy(everything, weights))
-            expected = weights.to(weight.dtype) @ weight  # [R, D]
-            gradients.append((weight[ids] - expected) / (temperature or 1))
+            logits, start = head(rows), 0  # [R, V]
+            for everything, few in _log_softmax_in_parts(logits, ids, temperature):
+                logprobs.append(everything.gather(1, few[:, None]).squeeze(1))
+                weights = everything.exp()
+                entropies.append(_entropy(everything, weights))
+                logits[start : start + len(few)] = weights  # the logits are not needed any more
+                start += len(few)
+            expected = logits @ head.weight  # [R, D]
+            gradients.append((head.weight[ids] - expected) / (temperature or 1))
         ctx.save_for_backward(torch.cat(gradients))
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -123,7 +141,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, _):
         (gradients,) = ctx.saved_tensors
-        return (grad_logprobs[:, None] * gradients).to(gradients.dtype), *[None] * 5
+        return (grad_logprobs[:, None] * gradients).to(gradients.dtype), *[None] * 4
 
 
 def completion_logprobs(

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 
 from grpo.attention import ATTENTION
 from grpo.errors import UserError
+from grpo.folded import FoldedLinear, FoldedModel, fold
 from grpo.lora import REFERENCE, TRAINED, new_lora, trained_lora
 from grpo.memory import ModelShape, model_shape
 from grpo.pretrained import load_pretrained, pick_device, pick_dtype, pretrained_config
@@ -35,6 +36,7 @@ from grpo.tokenizer import (
     scratch_tokenizer,
 )
 
+NO_REFERENCE = "no reference: the policy was loaded with beta 0 or without one"
 SCRATCH_POSITIONS = 4096  # at least: longer prompts and completions get more
 
 
@@ -47,6 +49,7 @@ class Policy:
     reference: the frozen copy that full fine-tuning with beta > 0 keeps, else None.
     original_config: the model's configuration as loaded, dropouts and cache included, for export.
     from_trained_adapter: training began from an adapter, which is then the reference too.
+    gradient_checkpointing: layers are computed again in the backward pass instead of kept.
     """
 
     model: nn.Module
@@ -57,7 +60,9 @@ class Policy:
     reference: nn.Module | None = None
     original_config: PretrainedConfig | None = None
     from_trained_adapter: bool = False
+    gradient_checkpointing: bool = False
     _use_reference: bool = False
+    _fold: tuple[list[Tensor], FoldedModel | None] | None = None  # the adapter it was made from
 
     @property
     def base(self) -> nn.Module:
@@ -78,9 +83,28 @@ class Policy:
         return self._running.get_decoder()
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Module | FoldedLinear:
         """Hidden states [.., H] to logits [.., V]. Call it: an adapter may stand around it."""
-        return self._running.get_output_embeddings()
+        folded = self.folded() if self.has_adapter else None
+        return folded.head if folded else self._running.get_output_embeddings()
+
+    def folded(self) -> FoldedModel | None:
+        """The policy's weights as they are now, made to be run fast; None if they cannot be.
+
+        With an adapter, kept until the adapter's weights change: sampler and scorer share it.
+        """
+        if not self.has_adapter:
+            return fold(self._running)
+        adapter = [p.detach() for p in self.trainable_parameters().values()]
+        if self._fold is not None:
+            # Compared, not counted: bitsandbytes steps past torch's version counters.
+            known, folded = self._fold
+            if len(known) == len(adapter) and all(map(torch.equal, known, adapter)):
+                return folded
+        self._fold = None  # the old one goes before the new one comes
+        folded = fold(self._running, self.gradient_checkpointing)
+        self._fold = [p.clone() for p in adapter], folded
+        return folded
 
     @cached_property
     def end_token_id(self) -> int:
@@ -100,6 +124,9 @@ class Policy:
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, layout) -> Tensor:
         """input_ids and position_ids [B, T] → [B, T, H]; `layout` says who sees whom."""
+        # A folded copy has gradients for adapters only.
+        if self.has_adapter and (folded := self.folded()):
+            return folded.hidden_states(input_ids, position_ids, layout)
         return self.decoder(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -120,15 +147,13 @@ class Policy:
         copy of a model that is trained whole. Raises RuntimeError if load_policy was told that no
         reference would be needed.
         """
-        if self.has_adapter and not self.from_trained_adapter:
-            with self.model.disable_adapter():
-                yield
-        elif self.has_adapter and REFERENCE in self.model.peft_config:
-            self.model.set_adapter(REFERENCE, inference_mode=True)
-            try:
-                yield
-            finally:
-                self.model.set_adapter(TRAINED)
+        if self.has_adapter:
+            with self._reference_adapter():
+                trained, self._fold = self._fold, None
+                try:
+                    yield
+                finally:
+                    self._fold = trained
         elif self.reference is not None:
             before, self._use_reference = self._use_reference, True
             try:
@@ -136,7 +161,21 @@ class Policy:
             finally:
                 self._use_reference = before
         else:
-            raise RuntimeError("no reference: the policy was loaded with beta 0 or without one")
+            raise RuntimeError(NO_REFERENCE)
+
+    @contextmanager
+    def _reference_adapter(self) -> Iterator[None]:
+        if not self.from_trained_adapter:
+            with self.model.disable_adapter():
+                yield
+        elif REFERENCE in self.model.peft_config:
+            self.model.set_adapter(REFERENCE, inference_mode=True)
+            try:
+                yield
+            finally:
+                self.model.set_adapter(TRAINED)
+        else:
+            raise RuntimeError(NO_REFERENCE)
 
 
 def load_policy(
@@ -192,6 +231,7 @@ def load_policy(
         original_config=original_config,
         reference=reference,
         from_trained_adapter=bool(config.adapter),
+        gradient_checkpointing=config.gradient_checkpointing,
     )
 
 

@@ -155,7 +155,7 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
         cache.row[0, 0, row, :, :n] = own_key[0, :, :n]
         cache.row[0, 1, row, :, :n] = own_value[0, :, :n]
     layout = DecodeLayout(cache, prompt_lengths, of_prompt, torch.tensor(row_lengths))
-    layout.see(max(row_lengths) + 1)
+    layout.see(cache.row_width)
     new = [torch.cat([x[i][:, :, -1:] for x in own]) for i in range(3)]  # [A, H or K, 1, D]
     out = attention(Layer, *new, None, layout=layout)[0]
     assert out.shape == (rows, 1, H, D)
@@ -174,6 +174,7 @@ def test_moving_rows_and_prompts_moves_their_keys():
     cache = KeyValueCache(layers=2, prompts=3, rows=3, prompt_length=4, row_length=5)
     for layer in range(2):
         cache.store_prompts(layer, slice(0, 3), torch.randn(3, 4, K, D), torch.randn(3, 4, K, D))
+    cache.widen_rows(5)
     cache.row.normal_()
     row, prompt, untouched = cache.row.clone(), cache.prompt.clone(), 1
     cache.move_row(source=2, target=0, length=3)
@@ -184,11 +185,17 @@ def test_moving_rows_and_prompts_moves_their_keys():
     assert torch.equal(cache.prompt[:, :, untouched], prompt[:, :, untouched])
 
 
-def test_a_fresh_cache_holds_no_nan():
+@pytest.mark.parametrize("growing", [True, False])
+def test_a_cache_holds_numbers_wherever_it_is_read(growing):
     """0 x NaN is NaN: a place that no mask shows still enters the product."""
-    cache = KeyValueCache(1, 2, 2, 4, 4)
+    cache = KeyValueCache(1, 2, 2, 4, 4, growing=growing)
     cache.store_prompts(0, slice(0, 1), torch.ones(1, 2, K, D), torch.ones(1, 2, K, D))
-    assert cache.row.isfinite().all() and cache.prompt.isfinite().all()
+    cache.row.fill_(torch.nan)  # as fresh memory may be
+    cache.widen_rows(2)
+    cache.row[..., :2, :] = 1.0
+    cache.widen_rows(3)
+    assert cache.row[..., :2, :].eq(1).all() and cache.row[..., 2, :].eq(0).all()
+    assert cache.prompt.isfinite().all()
 
 
 # ---- the pieces ----------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from tiny import policy_of, ragged_prompts
 from grpo import folded
 from grpo.attention import PackedLayout
 from grpo.folded import FAMILY, FoldedModel, fold
+from grpo.optimizer import build_optimizer
+from grpo.policy import Policy
 
 IDS = ragged_prompts(3, seed=2)
 
@@ -22,13 +24,23 @@ def with_lora(kind, dtype=torch.float32, **changes):
 
 
 def logits(model):
+    """Of a FoldedModel, or of a policy by transformers' own modules."""
+    hidden_states, head = model.hidden_states, model.head
+    if isinstance(model, Policy):
+        head = model.base.get_output_embeddings()
+
+        def hidden_states(ids, positions, layout):
+            return model.decoder(
+                input_ids=ids, position_ids=positions, layout=layout, use_cache=False
+            ).last_hidden_state
+
     lengths = [len(p) for p in IDS]
-    hidden = model.hidden_states(
+    hidden = hidden_states(
         torch.tensor([sum(IDS, [])]),
         torch.tensor([[i for n in lengths for i in range(n)]]),
         PackedLayout(lengths, [], [], device=torch.device("cpu")),
     )
-    return model.head(hidden)[0].float()
+    return head(hidden)[0].float()
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k in FAMILY])
@@ -38,13 +50,13 @@ def test_folded_logits_are_the_policys(kind, packed, monkeypatch):
     if not packed:
         monkeypatch.setattr(folded, "_pack", lambda weight: None)
     policy = with_lora(kind)
-    model = fold(policy)
+    model = fold(policy.base)
     assert isinstance(model, FoldedModel)
     assert torch.allclose(logits(model), logits(policy), rtol=0, atol=1e-4)
     with policy.model.disable_adapter():
         base = logits(policy)
         assert not torch.allclose(logits(model), base, atol=0.1), "the adapter does something"
-        assert torch.allclose(logits(fold(policy)), base, rtol=0, atol=1e-4)
+        assert torch.allclose(logits(fold(policy.base)), base, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k in FAMILY])
@@ -52,7 +64,7 @@ def test_folded_logits_are_the_policys(kind, packed, monkeypatch):
 def test_in_bfloat16_folding_is_off_by_rounding(kind):
     policy = with_lora(kind, torch.bfloat16)
     exact = with_lora(kind, torch.float64)
-    ours, unfolded, wanted = logits(fold(policy)), logits(policy), logits(exact)
+    ours, unfolded, wanted = logits(fold(policy.base)), logits(policy), logits(exact)
     error, usual = (ours - wanted).abs().mean(), (unfolded - wanted).abs().mean()
     assert error < 2 * usual, "folding rounds no more than bfloat16 does anyway"
 
@@ -64,25 +76,58 @@ def test_biases_are_folded_too():
     for name, parameter in policy.base.named_parameters():
         if name.endswith("bias"):
             parameter.normal_()
-    assert torch.allclose(logits(fold(policy)), logits(policy), rtol=0, atol=1e-4)
+    assert torch.allclose(logits(fold(policy.base)), logits(policy), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k in FAMILY])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_adapters_gradients_are_those_of_peft(kind, checkpointing):
+    """Through the folded weights no gradient would reach the adapters by itself."""
+    policy = with_lora(kind)
+    parameters = policy.trainable_parameters()
+    weight = torch.randn(sum(map(len, IDS)), 32)
+    found = []
+    for model in (fold(policy.base, checkpointing), policy):
+        (logits(model) * weight).sum().backward()
+        found.append({name: p.grad for name, p in parameters.items()})
+        policy.model.zero_grad()
+    scale = max(g.abs().max() for g in found[1].values())
+    for name in parameters:
+        assert (found[0][name] - found[1][name]).abs().max() < 1e-5 * scale, name
+
+
+def test_the_policys_copy_follows_its_weights():
+    """A stale copy would sample and score with the weights of the step before."""
+    policy = with_lora("llama")
+    first = policy.folded()
+    assert policy.folded() is first
+    with policy.reference_mode():
+        reference = policy.folded()
+        assert reference is not first and policy.folded() is reference
+    assert policy.folded() is first
+    optimizer = build_optimizer(policy.trainable_parameters())
+    optimizer.set_learning_rate(0.1)
+    logits(first).sum().backward()
+    optimizer.step()
+    assert policy.folded() is not first
 
 
 def test_a_fold_is_a_snapshot():
     policy = with_lora("llama")
-    before = fold(policy)
+    before = fold(policy.base)
     with torch.no_grad():
         first = logits(before)
         shake(policy.trainable_parameters(), seed=9)
         assert torch.equal(logits(before), first)
-        assert not torch.allclose(logits(fold(policy)), first, atol=0.1)
+        assert not torch.allclose(logits(fold(policy.base)), first, atol=0.1)
 
 
 def test_what_cannot_be_folded_samples_as_it_is():
     """Another family; new tokens' rows trained apart; an adapter around the head."""
-    assert fold(policy_of(build_model("gpt2", attention="grpo"))) is None
+    assert fold(build_model("gpt2", attention="grpo")) is None
     for changes in (
         {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
         {"target_modules": ["q_proj", "embed_tokens"]},
     ):
         model = build_model("llama", attention="grpo")
-        assert fold(policy_of(get_peft_model(model, LoraConfig(r=2, **changes)))) is None
+        assert fold(get_peft_model(model, LoraConfig(r=2, **changes)).get_base_model()) is None

@@ -90,7 +90,7 @@ def test_the_budget_sets_the_chunk(monkeypatch):
     """A small vocabulary takes one chunk; a large one as many rows as fit, at least one."""
     budgets = {VOCABULARY * 100: [ROWS], VOCABULARY * 4 + 1: [4, 4, 3], 2: [1] * ROWS}
     for budget, chunks in budgets.items():
-        monkeypatch.setattr(grpo.logprobs, "LOGITS_BUDGET", budget)
+        monkeypatch.setattr(grpo.logprobs, "LOGITS_BUDGET", {"cpu": budget, "cuda": 10**6})
         hidden, head, targets = example()
         with torch.no_grad():
             token_logprobs(hidden, head, targets, 1.0)
