@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from data import Example, Task
+from grpo.distributed import gather, share
 from grpo.generate import Completion, Sampling, generate
+from grpo.interrupt import Stopped
 from grpo.policy import Policy
 from grpo.tokenizer import completion_text, render_prompt
 
@@ -98,29 +100,46 @@ def evaluate(
     seed: int = 0,
     on_finish: Callable[[int], None] = lambda rows: None,
 ) -> Evaluation:
-    """Answer every example greedily; with samples > 1 also draw that many for pass@k."""
-    result = Evaluation(samples=samples)
-    generator = torch.Generator().manual_seed(seed)
-    for start in range(0, len(examples), CHUNK):
-        chunk = [examples[i] for i in range(start, min(start + CHUNK, len(examples)))]
+    """Answer every example greedily; with samples > 1 also draw that many for pass@k.
+
+    Under torchrun each rank answers its share; all of them know all answers in the end, or raise
+    Stopped together if `on_finish` did so on one.
+    """
+    # A uniform number a token: those of an example do not depend on the number of ranks.
+    shape = (len(examples), samples if samples > 1 else 0, max_new_tokens)
+    uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+    def answer(places: range) -> list[tuple]:
+        """The fields of an Answer, without its example, for each of these examples."""
+        chunk = [examples[i] for i in places]
         prompts = [render_prompt(policy.tokenizer, e.messages, prompt_format) for e in chunk]
 
-        def complete(group, sampling, prompts=prompts):
-            return generate(
-                policy, prompts, group, max_new_tokens, sampling, generator, max_rows, on_finish
-            )
+        def complete(group: int, sampling: Sampling) -> list[list[Completion]]:
+            rows = uniforms[places.start : places.stop].flatten(0, 1) if group > 1 else None
+            return generate(policy, prompts, group, max_new_tokens, sampling, max_rows=max_rows,
+                            on_finish=on_finish, uniforms=rows)  # fmt: skip
 
         drawn: list[list[Completion]] = [[] for _ in chunk]
         if samples > 1:
             drawn = complete(samples, Sampling(temperature))
         greedy = complete(1, Sampling(0.0))
+        found = []
         for example, (completion,), sampled in zip(chunk, greedy, drawn, strict=True):
-            text, correct, reason = _judge(policy, task, example, completion)
             right = sum(_judge(policy, task, example, c)[1] for c in sampled)
-            result.answers.append(
-                Answer(example, text, correct, reason, len(completion.token_ids), right)
-            )
-    return result
+            judged = _judge(policy, task, example, completion)
+            found.append((*judged, len(completion.token_ids), right))
+        return found
+
+    own = range(len(examples))[share(len(examples))]
+    try:
+        answers = [a for i in range(0, len(own), CHUNK) for a in answer(own[i : i + CHUNK])]
+    except Stopped:
+        answers = None
+    parts = gather(answers)
+    if None in parts:
+        raise Stopped
+    together = (row for part in parts for row in part)
+    return Evaluation([Answer(e, *row) for e, row in zip(examples, together, strict=True)], samples)
 
 
 def _judge(policy, task, example, completion) -> tuple[str, bool, str]:

@@ -1,16 +1,10 @@
-"""What others load: the adapter for peft, the merged model for transformers, a card for people.
-
-Every directory is written aside and renamed when it is whole, so that a kill at any moment leaves
-the old one or the new one, never half of it.
-"""
+"""What others load: the adapter for peft, the merged model for transformers, a card for people."""
 
 from __future__ import annotations
 
 import copy
 import json
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +13,9 @@ import torch
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from grpo.aside import written_aside
 from grpo.errors import UserError
 from grpo.lora import TRAINED
 from grpo.policy import Policy
@@ -122,48 +116,6 @@ def _plain_generation_config(base: nn.Module):
         # Published models set a temperature and forget do_sample; transformers would not save that.
         generation.do_sample = True
     return generation
-
-
-@contextmanager
-def written_aside(directory: str | Path) -> Iterator[Path]:
-    """Yields an empty directory beside `directory` that takes its place at the end.
-
-    An export that is there already is replaced; a directory with anything else in it is refused.
-    Raises UserError for that and for a disk that is full or may not be written.
-    """
-    target = Path(directory)
-    partial = target.with_name(f".{target.name}.partial")
-    if target.exists() and not _replaceable(target):
-        raise UserError(f"{target}: there is something else in the way; choose another directory")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        _put_in_place(partial, target)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{target}: cannot be written ({error}); nothing was changed") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    try:
-        partial.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _replaceable(target: Path) -> bool:
-    if not target.is_dir():
-        return False
-    return not any(target.iterdir()) or any(target.glob("*.safetensors"))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 
+from grpo.distributed import any_rank, is_first
+
 
 class Stopped(Exception):
     """A stop was asked for in the middle of something that is simply done again after a resume."""
@@ -37,9 +39,15 @@ class StopRequest:
         if self.requested:
             raise Stopped
 
+    def check_together(self) -> None:
+        """All ranks raise Stopped if one was asked to stop; all of them have to come here."""
+        if any_rank(self.requested):
+            raise Stopped
+
     def _ask(self, number, frame):
         self.requested = True
         signal.signal(number, self.SIGNALS[number])
         # print() may not be called while the program is inside another print(), as it may be here.
         with contextlib.suppress(OSError):
-            os.write(2, b"\nfinishing this step, then saving (once more to quit at once)\n")
+            if is_first():
+                os.write(2, b"\nfinishing this step, then saving (once more to quit at once)\n")

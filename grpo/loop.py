@@ -27,13 +27,15 @@ from collections.abc import Callable
 import torch
 
 from data import Example, Task
-from grpo.advantages import group_advantages, zero_std_groups
+from grpo.advantages import group_advantages
 from grpo.config import Config
+from grpo.distributed import add_up, gather, share
+from grpo.filtering import learnable_groups
 from grpo.generate import Sampling, generate
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
 from grpo.metrics import Rollout, completion_rows, rollout_metrics, update_metrics
-from grpo.packing import Group, PackedBatch, micro_batches
+from grpo.packing import PackedBatch, micro_batches
 from grpo.policy import Policy
 from grpo.tokenizer import completion_text, render_prompt
 from grpo.training import Training, step_indices
@@ -53,9 +55,8 @@ def train(
 
         # ---- Sample. G completions of each prompt, written by the policy as it is now.
         indices = step_indices(step, config.prompts_per_step, len(task.train), config.seed)
-        rollout = sample_group_completions(
-            policy, config, [task.train[i] for i in indices], run.generator
-        )
+        examples = [task.train[i] for i in indices]
+        rollout = sample_group_completions(policy, config, examples, run.generator)
 
         # ---- Reward. Plain functions of the text; the weighted sum counts. [N]
         rollout.reward_table = score(
@@ -63,6 +64,7 @@ def train(
         )
         weights = {**task.reward_weights, **config.weights_of_rewards()}
         rollout.rewards = weighted_sum(rollout.reward_table, weights, len(rollout.texts))
+        rollout = rollout.of_all_ranks(examples)  # under torchrun each has done its share so far
 
         # ---- Advantage. A completion is as good as it is better than the rest of its group. [N]
         advantages = group_advantages(
@@ -75,11 +77,12 @@ def train(
 
         # ---- Pack. A prompt once a group, no padding, and nothing that cannot teach.
         groups, rows, tokens = learnable_groups(rollout, config)
-        batches = list(micro_batches(groups, config.tokens_per_micro_batch, policy.device))
+        own = groups[share(len(groups))]  # all of them, unless torchrun has started several ranks
+        batches = list(micro_batches(own, config.tokens_per_micro_batch, policy.device))
 
         # ---- Fix the old policy's and the reference's log-probs for the whole update. [n, C]
         update_started = time.perf_counter()
-        fixed = [fixed_logprobs(policy, batch, config) for batch in batches]
+        fixed = fixed_logprobs(policy, batches, config)
 
         # ---- Update. num_iterations optimizer steps on the same completions.
         run.set_learning_rate(config.learning_rate, config.lr_scheduler)
@@ -115,9 +118,10 @@ def train(
                 parts |= {"loss": loss.detach(), "entropy": entropy.sum()}
                 for name, value in parts.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
-            grad_norm = run.update() if batches else 0.0
+            grad_norm = run.update() if groups else 0.0
 
         # ---- Report.
+        sums, sampler_gap = add_up(sums), max(gather(sampler_gap))
         now = time.perf_counter()
         run.finish_step(
             rollout_metrics(rollout, config.num_generations)
@@ -179,22 +183,28 @@ def grpo_loss(
 def sample_group_completions(
     policy: Policy, config: Config, examples: list[Example], generator: torch.Generator
 ) -> Rollout:
-    """G completions of each of the P examples' prompts, as text for the rewards too."""
+    """G completions of each of the P examples' prompts, as text for the rewards too.
+
+    Under torchrun, of this rank's share of them, with the random numbers of its rows in the step.
+    """
     started = time.perf_counter()
+    size, length, own = config.num_generations, config.max_completion_length, share(len(examples))
+    uniforms = torch.rand(len(examples), size, length, generator=generator)  # one a token
+    examples = examples[own]
     prompts = [render_prompt(policy.tokenizer, e.messages, config.prompt_format) for e in examples]
     groups = generate(
         policy,
         prompts,
-        config.num_generations,
-        config.max_completion_length,
+        size,
+        length,
         Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
-        generator,
-        config.rollout_rows,
+        max_rows=config.rollout_rows,
+        uniforms=uniforms[own].flatten(0, 1),
     )
     completions = [completion for group in groups for completion in group]  # [N], groups in order
     return Rollout(
         prompts=prompts,
-        examples=[e for e in examples for _ in range(config.num_generations)],
+        examples=[e for e in examples for _ in range(size)],
         completions=completions,
         texts=[
             completion_text(policy.tokenizer, c.token_ids, policy.stop_token_ids)
@@ -204,43 +214,17 @@ def sample_group_completions(
     )
 
 
-def learnable_groups(rollout: Rollout, config: Config) -> tuple[list[Group], int, int]:
-    """(the groups to learn from, and how many rows and tokens the step's loss is divided by).
-
-    A group whose rewards are all equal has advantage 0: it is not computed at all, but it counts
-    in the totals, as it would if it were. Completions cut by the length are left out of both if
-    mask_truncated_completions says so.
-    """
-    size = config.num_generations
-    dead = zero_std_groups(rollout.rewards, size).tolist()  # [P]
-    groups, rows, tokens = [], 0, 0
-    for i, prompt in enumerate(rollout.prompts):
-        group = Group(prompt, [], [])
-        for row in range(i * size, (i + 1) * size):
-            completion = rollout.completions[row]
-            if config.mask_truncated_completions and completion.finish_reason == "length":
-                continue
-            group.completions.append(completion.token_ids)
-            group.rows.append(row)
-            rows += 1
-            tokens += len(completion.token_ids)
-        keeps_kl = config.beta > 0 and config.kl_on_zero_std_groups
-        if group.rows and (keeps_kl or not dead[i]):
-            groups.append(group)
-    return groups, rows, tokens
-
-
 @torch.no_grad()
-def fixed_logprobs(policy: Policy, batch: PackedBatch, config: Config):
-    """(old_logp, ref_logp), [n, C] each, or None where not needed.
+def fixed_logprobs(policy: Policy, batches: list[PackedBatch], config: Config):
+    """(old_logp, ref_logp) of every batch, [n, C] each, or None where not needed.
 
     At one update a rollout the policy's own log-probs, detached, are the old ones; without a KL
     term there is no reference to ask.
     """
-    old_logp = ref_logp = None
+    old = reference = [None] * len(batches)
     if config.num_iterations > 1:
-        old_logp, _ = completion_logprobs(policy, batch, config.temperature)
+        old = [completion_logprobs(policy, b, config.temperature)[0] for b in batches]
     if config.beta > 0:
         with policy.reference_mode():
-            ref_logp, _ = completion_logprobs(policy, batch, config.temperature)
-    return old_logp, ref_logp
+            reference = [completion_logprobs(policy, b, config.temperature)[0] for b in batches]
+    return list(zip(old, reference, strict=True))

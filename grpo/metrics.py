@@ -11,6 +11,7 @@ import torch
 
 from data import Example
 from grpo.advantages import zero_std_groups
+from grpo.distributed import gather, world_size
 from grpo.generate import Completion
 from grpo.packing import PackedBatch
 
@@ -27,6 +28,42 @@ class Rollout:
     reward_table: dict[str, list[float | None]] = field(default_factory=dict)
     rewards: list[float | None] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+
+    def of_all_ranks(self, examples: list[Example]) -> Rollout:
+        """The whole step, known to every rank, from each rank's share; examples: [P] of the step.
+
+        Before the advantages are set, since those may depend on the rewards of the whole step.
+        """
+        if world_size() == 1:
+            return self
+        rows = [[c.token_ids, c.logprobs, c.finish_reason] for c in self.completions]
+        parts = gather(
+            {
+                "prompts": self.prompts,
+                "completions": rows,
+                "texts": self.texts,
+                "seconds": self.seconds,
+                "reward_table": self.reward_table,
+                "rewards": self.rewards,
+            }
+        )
+
+        def joined(name: str) -> list:
+            return [value for part in parts for value in part[name]]
+
+        size = len(self.texts) // len(self.prompts)
+        return Rollout(
+            prompts=joined("prompts"),
+            examples=[e for e in examples for _ in range(size)],
+            completions=[Completion(*c) for c in joined("completions")],
+            texts=joined("texts"),
+            seconds=max(part["seconds"] for part in parts),
+            reward_table={
+                name: [value for part in parts for value in part["reward_table"][name]]
+                for name in self.reward_table
+            },
+            rewards=joined("rewards"),
+        )
 
     def logprob_gap(self, batch: PackedBatch, logp: torch.Tensor) -> float:
         """Largest |scorer - sampler| log-prob in a micro-batch: logp [n, C] before any update.

@@ -7,6 +7,7 @@ file, a hub that does not answer, code that the model would run.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from grpo.distributed import local_rank, local_world_size
 from grpo.errors import UserError
 
 # Below this, a model is bound by overhead and not by memory: bfloat16 on a CPU would win nothing.
@@ -30,11 +32,21 @@ SMALL_MODEL = 50_000_000
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" is cuda where there is one; UserError if cuda is asked for and absent."""
+    """ "auto" is cuda where there is one, under torchrun one for each process.
+
+    UserError if cuda is asked for and absent, or if there are more processes than devices.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is visible; use --device cpu")
+    if name == "cuda" and local_world_size() > 1:
+        if local_world_size() > torch.cuda.device_count():
+            raise UserError(
+                f"--nproc-per-node {local_world_size()}: every process needs a GPU of its own, and "
+                f"{torch.cuda.device_count()} can be seen; start fewer, or use --device cpu"
+            )
+        return torch.device("cuda", local_rank())
     return torch.device(name)
 
 
@@ -126,7 +138,11 @@ def _local_path(name: str) -> str | None:
         return None
     if not path.is_dir():
         what = "is a file, not a directory" if path.exists() else "no such directory"
-        raise UserError(f"--model {name}: {what}; give a model's directory or a hub name")
+        way_out = "give a model's directory or a hub name"
+        if path.is_file() and path.suffix == ".gguf":
+            new = shlex.quote(str(path.with_suffix("")))
+            way_out = f"python -m grpo.gguf {shlex.quote(str(path))} {new} makes one: --model {new}"
+        raise UserError(f"--model {name}: {what}; {way_out}")
     if not (path / "config.json").is_file():
         if (path / "adapter_config.json").is_file():
             raise UserError(

@@ -245,6 +245,18 @@ class Recorder:
         return path
 
 
+class SilentRecorder(Recorder):
+    """That of every rank but the first: one is enough to write the directory."""
+
+    def __init__(self, run_dir: str | Path):
+        self.run_dir = Path(run_dir)
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        pass
+
+    close = metrics = completions = result = keep_results = curves = _nothing
+
+
 def read_results(run_dir: Path) -> dict[str, Any]:
     """results.json, {} if there is none yet."""
     path = run_dir / "results.json"

@@ -15,11 +15,13 @@ import torch
 
 from grpo.checkpoint import STAGES
 from grpo.config import Config, describe
+from grpo.distributed import from_first, is_first, process_group
 from grpo.errors import UserError
 from grpo.evaluate import table
 from grpo.interrupt import Stopped, StopRequest
 from grpo.memory import describe_memory, estimate, tokens_per_step
 from grpo.policy import load_shape
+from grpo.pretrained import pick_device
 from grpo.record import cannot_write, check_output, disk_is_full, only_run_in
 from grpo.stages import (
     AFTER_GRPO,
@@ -37,33 +39,40 @@ from grpo.startup import (
     disk_needed,
     keep_screen_clear,
     load_task,
+    prepare_cpu,
+    refuse_idle_ranks,
     resume_point,
     trained_stages,
-    use_threads,
 )
 
 
 def run(config: Config, options, flags: set[str]) -> int:
     """All stages that config.stage names; the exit status, 130 after Ctrl-C or SIGTERM."""
     keep_screen_clear()
-    use_threads(config.threads)
-    folder = Path(config.output_dir)
-    with StopRequest() as stop, ExitStack() as open_files:
-        check_output(folder, bool(config.resume))
-        open_files.enter_context(only_run_in(folder))
-        checkpoint = resume_point(config, options) if config.resume else None
+    refuse_idle_ranks(config)
+    prepare_cpu(config.threads)
+    ranks = process_group(pick_device(config.device))
+    with ranks, StopRequest() as stop, ExitStack() as open_files:
+        config.output_dir = from_first(lambda: config.output_dir)  # its name may be the time
+        folder = Path(config.output_dir)
+        if is_first():
+            check_output(folder, bool(config.resume))
+            open_files.enter_context(only_run_in(folder))
+        checkpoint = going_on_from(config, options) if config.resume else None
         stages = stages_left(config, checkpoint)
         if not stages:
             print(f"{folder}: this run is finished, there is nothing left to do")
             return 0
         task, scratch_tokens = load_task(config, options)
-        check_output(folder, bool(config.resume), disk_needed(config, scratch_tokens))
+        if is_first():
+            check_output(folder, bool(config.resume), disk_needed(config, scratch_tokens))
         this = Run(config, options, task, scratch_tokens, checkpoint, stop, open_files)
         try:
             with explained(this):
                 for stage in stages:
                     stage(this)
-                    stop.check()
+                    # The other ranks, too, must not look for its results before they are written.
+                    stop.check_together()
         except Stopped:
             if this.recorder:
                 this.recorder.curves()
@@ -71,6 +80,12 @@ def run(config: Config, options, flags: set[str]) -> int:
             return 130
         summarise(this)
     return 0
+
+
+def going_on_from(config: Config, options) -> Path | None:
+    """The checkpoint that the first rank finds; looking can rename what a kill left behind."""
+    found = from_first(lambda: str(resume_point(config, options) or ""))
+    return Path(found) if found else None
 
 
 @contextmanager
@@ -136,6 +151,7 @@ def summarise(this: Run) -> None:
 
 def dry_run(config: Config, options, flags: set[str]) -> int:
     """Print the resolved settings, the tokens of a step and the memory; compute nothing."""
+    refuse_idle_ranks(config)
     _, scratch_tokens = load_task(config, options)
     shape, dtype = load_shape(config, scratch_tokens)
     print(describe(as_on_this_machine(config, dtype), options, flags))

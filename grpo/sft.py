@@ -11,6 +11,7 @@ import time
 
 from data import Example, Task
 from grpo.config import Config
+from grpo.distributed import gather, share
 from grpo.errors import UserError
 from grpo.logprobs import completion_logprobs
 from grpo.packing import Group, micro_batches
@@ -30,13 +31,15 @@ def train(policy: Policy, task: Task, config: Config, run: Training) -> None:
         run.set_learning_rate(config.sft_learning_rate, config.sft_lr_scheduler)
         run.optimizer.zero_grad()
         total = 0.0
-        for batch in micro_batches(groups, config.tokens_per_micro_batch, policy.device):
+        own = groups[share(len(groups))]  # all of them, unless torchrun has started several ranks
+        for batch in micro_batches(own, config.tokens_per_micro_batch, policy.device):
             logp, _ = completion_logprobs(policy, batch, temperature=1.0)  # [n, C]
             loss = -(logp * batch.mask).sum() / tokens  # a mean over the step, not the micro-batch
             total += run.require_finite(loss, "loss")
             loss.backward()
             run.optimizer.accumulate()
         norm = run.update()
+        total = sum(gather(total))
         seconds = time.perf_counter() - started
         run.finish_step(
             {

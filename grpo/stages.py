@@ -21,13 +21,14 @@ import grpo.sft
 from data import Task
 from grpo.checkpoint import STAGES, folder_position, position, set_aside_from
 from grpo.config import Config, to_json
+from grpo.distributed import is_first, world_size
 from grpo.errors import UserError
 from grpo.evaluate import Evaluation, evaluate
 from grpo.export import save_adapter, save_merged, write_model_card
 from grpo.interrupt import Stopped, StopRequest
 from grpo.optimizer import build_optimizer
 from grpo.policy import Policy, load_policy
-from grpo.record import Recorder, read_results
+from grpo.record import Recorder, SilentRecorder, read_results
 from grpo.scratch import SCRATCH
 from grpo.startup import check_prompts, trained_stages
 from grpo.supported import check_supported
@@ -96,8 +97,9 @@ def sft_stage(this: Run) -> None:
     training = begin(this, "sft", policy, config.sft_steps)
     with training.saved_on_failure():
         grpo.sft.train(policy, this.task, config, training)
-    this.stop.check()
-    save_merged(policy, target)
+    this.stop.check_together()
+    if is_first():
+        save_merged(policy, target)
     finish(AFTER_SFT, this, policy, training.step, [target])
 
 
@@ -123,12 +125,14 @@ def grpo_stage(this: Run) -> None:
 
     with training.saved_on_failure():
         grpo.loop.train(policy, this.task, config, training, evaluate_now)
-    this.stop.check()
+    this.stop.check_together()
     exports = [target / "merged"]
-    save_merged(policy, exports[0])
+    if is_first():
+        save_merged(policy, exports[0])
     if policy.has_adapter:
         exports.append(target / "adapter")
-        save_adapter(policy, exports[1])
+        if is_first():
+            save_adapter(policy, exports[1])
     finish(AFTER_GRPO, this, policy, training.step, exports)
 
 
@@ -148,6 +152,8 @@ def start_policy(this: Run, config: Config, with_reference: bool) -> Policy:
 
 def open_recorder(this: Run) -> Recorder:
     """From here on the folder changes. Whatever is later than the checkpoint is set aside."""
+    if this.recorder is None and not is_first():
+        this.recorder = SilentRecorder(this.folder)
     if this.recorder is None:
         kept = this.results
         # Without a checkpoint, the line of step 0 is that of the evaluation of the start.
@@ -202,6 +208,8 @@ def finish(name: str, this: Run, policy: Policy, step: int, exports: list[Path])
 
 
 def write_cards(this: Run, policy: Policy, folders: list[Path]) -> None:
+    if not is_first():
+        return
     settings = {**asdict(this.config), **asdict(this.options)}
     cold_start = this.folder / MODEL[AFTER_SFT]
     for folder in folders:
@@ -219,7 +227,8 @@ def judge(this: Run, policy: Policy, label: str = "eval", tokens: int | None = N
     """Evaluate the policy on the held-out examples, with a progress bar."""
     config = this.config
     examples = this.task.evaluation[: config.eval_examples]
-    rows = len(examples) * (1 + (config.eval_samples if config.eval_samples > 1 else 0))
+    mine = len(examples) // world_size()  # the first rank's share, whose bar is seen
+    rows = mine * (1 + (config.eval_samples if config.eval_samples > 1 else 0))
     every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file gets a line now and then
 
     def on_finish(finished: int) -> None:
@@ -247,6 +256,16 @@ def evaluate_as(name: str, this: Run, policy: Policy, step: int) -> None:
     if name == START and config.model == SCRATCH:
         tokens = min(config.max_completion_length, UNTRAINED_TOKENS)
     found = judge(this, policy, f"eval {name}", tokens)
+    if is_first():
+        keep_answers(name, this, found)
+    stage = STAGE.get(name) or first_stage(this)
+    this.recorder.metrics(stage, step, {"eval/accuracy": found.accuracy})
+    this.recorder.result(name, {"step": step, **found.summary()})
+    print(f"{name}: {found.accuracy:.1%} of {len(found.answers)}", file=sys.stderr)
+
+
+def keep_answers(name: str, this: Run, found: Evaluation) -> None:
+    """Write every answer to evaluations/, and the task's picture of them."""
     folder = this.folder / "evaluations"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
@@ -263,10 +282,6 @@ def evaluate_as(name: str, this: Run, policy: Policy, step: int) -> None:
             file.write(json.dumps(row) + "\n")
     if this.task.draw is not None:
         this.task.draw(folder / f"{name}.png", found.answers)
-    stage = STAGE.get(name) or first_stage(this)
-    this.recorder.metrics(stage, step, {"eval/accuracy": found.accuracy})
-    this.recorder.result(name, {"step": step, **found.summary()})
-    print(f"{name}: {found.accuracy:.1%} of {len(found.answers)}", file=sys.stderr)
 
 
 def results_until(folder: Path, checkpoint: Path | None) -> dict[str, dict]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tqdm import tqdm
 from data import Example, Task, task_module
 from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.config import Config, changed_settings, from_json
+from grpo.distributed import local_world_size, world_size
 from grpo.errors import UserError
 from grpo.memory import ModelShape, trainable_parameters
 from grpo.policy import Policy, load_shape
@@ -25,15 +28,30 @@ from grpo.scratch import SCRATCH, made_from_scratch
 from grpo.tokenizer import encode_target, render_prompt
 from rewards import weighted_sum
 
-CHECKED_PROMPTS = 2_000  # lengths of so many prompts of each set are looked up
+SEEN_PROMPTS, CHECKED_PROMPTS = 2_000, 200  # of the first so many of a set, so many are encoded
 CHECKED_TARGETS = 100  # and of so many SFT targets
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LOG_BYTES = 50_000_000  # metrics, TensorBoard, completions and pictures of a long run
 ADAM_BYTES = {"adamw": 8}  # of a weight's two states; 2 if they are held in 8 bits
 
 
-def use_threads(threads: int) -> None:
-    """torch's own default counts hyper-threads, which slow matrix products down."""
-    torch.set_num_threads(threads or physical_cores())
+def prepare_cpu(threads: int) -> None:
+    """Threads, and memory that is kept.
+
+    torch's own default counts hyper-threads, which slow matrix products down. And glibc gives
+    large blocks back to the system as soon as they are free, to fault them in again, zeroed, a
+    moment later: a tenth of a training pass.
+    """
+    torch.set_num_threads(threads or default_threads())
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+        mallopt(MMAP_THRESHOLD, 2**30)
+        mallopt(TRIM_THRESHOLD, 2**31 - 1)
+
+
+def default_threads() -> int:
+    """The cores, shared by the processes that torchrun has started on this machine."""
+    return max(1, physical_cores() // local_world_size())
 
 
 def physical_cores() -> int:
@@ -53,7 +71,7 @@ def as_on_this_machine(config: Config, dtype: torch.dtype) -> Config:
         config,
         device=pick_device(config.device).type,
         dtype=str(dtype).removeprefix("torch."),
-        threads=config.threads or physical_cores(),
+        threads=config.threads or default_threads(),
     )
 
 
@@ -87,6 +105,19 @@ def trained_stages(config: Config) -> list[str]:
     """Which of "sft" and "grpo" config.stage asks for, in their order."""
     sft = config.stage in ("sft", "all") and config.sft_steps > 0
     return ["sft"] * sft + ["grpo"] * (config.stage in ("grpo", "all"))
+
+
+def refuse_idle_ranks(config: Config) -> None:
+    """Raise UserError if torchrun has started more processes than a step has parts."""
+    for stage, flag, parts in (
+        ("sft", "--sft-batch-size", config.sft_batch_size),
+        ("grpo", "--prompts-per-step", config.prompts_per_step),
+    ):
+        if stage in trained_stages(config) and parts < world_size():
+            raise UserError(
+                f"{flag} {parts} (of the whole step) cannot be shared by {world_size()} processes; "
+                "raise it, or start fewer (torchrun --nproc-per-node)"
+            )
 
 
 def resume_point(config: Config, options) -> Path | None:
@@ -147,10 +178,21 @@ def check_prompts(config: Config, task: Task, policy: Policy) -> None:
     if "grpo" in stages and not task.train:
         raise UserError(f"the task {task.name} has no training examples; give it some")
     for name, examples in sets.items():
-        for i in range(min(len(examples), CHECKED_PROMPTS)):
-            _check_prompt(config, policy, examples[i], f"{name} example {i + 1}")
+        for i, example in _longest(examples):
+            _check_prompt(config, policy, example, f"{name} example {i + 1}")
     if "sft" in stages:
         _check_targets(config, task, policy)
+
+
+def _longest(examples: Sequence[Example]) -> list[tuple[int, Example]]:
+    """(index, example) of the longest prompts, in bytes: nearly always those of the most tokens.
+    To encode every prompt would take a second for each thousand or two."""
+    seen = [(i, examples[i]) for i in range(min(len(examples), SEEN_PROMPTS))]
+    return sorted(seen, key=_prompt_bytes, reverse=True)[:CHECKED_PROMPTS]
+
+
+def _prompt_bytes(numbered: tuple[int, Example]) -> int:
+    return sum(len(m["content"].encode("utf-8", "replace")) for m in numbered[1].messages)
 
 
 def _check_prompt(config: Config, policy: Policy, example: Example, what: str) -> None:

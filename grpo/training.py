@@ -24,6 +24,7 @@ from grpo.checkpoint import (
     save_checkpoint,
 )
 from grpo.config import Config
+from grpo.distributed import any_rank, is_first, sum_gradients
 from grpo.errors import UserError
 from grpo.interrupt import StopRequest
 from grpo.optimizer import Optimizer, learning_rate_at
@@ -71,7 +72,7 @@ class Training:
     def steps(self) -> Iterator[int]:
         """The steps still to do, until the last or a request to stop; then saves."""
         with self.recorder.progress(self.stage, self.total_steps, self.step) as self.bar:
-            while self.step < self.total_steps and not self.stop.requested:
+            while self.step < self.total_steps and not any_rank(self.stop.requested):
                 # A checkpoint always holds the state between two steps, also when one fails.
                 self.random_before = random_state({"sampling": self.generator})
                 yield self.step
@@ -125,7 +126,8 @@ class Training:
         )
 
     def update(self) -> float:
-        """Clip the gradient, check it, step; returns its norm before the clip."""
+        """Sum the gradient over the ranks, clip and check it, step; its norm before the clip."""
+        sum_gradients(self.optimizer.masters.values())
         norm = self.optimizer.clip_grad_norm(self.config.max_grad_norm or math.inf)
         self.require_finite(norm, "gradient norm")
         self.optimizer.step()
@@ -152,15 +154,16 @@ class Training:
         """
         if self.saved_step == self.step or self.mid_step:
             return
-        weights = {n: p.detach() for n, p in self.policy.trainable_parameters().items()}
-        save_checkpoint(
-            self.recorder.run_dir,
-            self.stage,
-            self.step,
-            {"model": weights, "optimizer": self.optimizer.state_tensors()},
-            {"random": self.random_before, "warned": sorted(self.warned)},
-            self.config.keep_checkpoints,
-        )
+        if is_first():  # the others have the same state
+            weights = {n: p.detach() for n, p in self.policy.trainable_parameters().items()}
+            save_checkpoint(
+                self.recorder.run_dir,
+                self.stage,
+                self.step,
+                {"model": weights, "optimizer": self.optimizer.state_tensors()},
+                {"random": self.random_before, "warned": sorted(self.warned)},
+                self.config.keep_checkpoints,
+            )
         self.saved_step = self.step
 
     def restore(self, checkpoint: Path) -> None:

@@ -337,7 +337,7 @@ def test_case_reference_without_adapter(saved_model):
         found = draw(policy, given["prompts"], length=given["max_new_tokens"])
         batch = pack([Group(given["prompts"][0], [found[0][0].token_ids], [0])], "cpu")
         logp, _ = completion_logprobs(policy, batch, 1.0)
-        _, reference = fixed_logprobs(policy, batch, config)
+        ((_, reference),) = fixed_logprobs(policy, [batch], config)
         again, _ = completion_logprobs(policy, batch, 1.0)
         assert torch.equal(logp, again), "the adapter is on again behind the reference's pass"
         return kl_k3(reference - logp).sum().item()

@@ -5,12 +5,11 @@ import torch
 from conftest import build_config, build_tokenizer
 from tiny import TEMPLATE, letters_task, settings, share_of, training_of, weights_of
 
-import grpo.generate
 import grpo.loop
 import grpo.sft
 from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.errors import UserError
-from grpo.policy import load_policy
+from grpo.policy import Policy, load_policy
 from grpo.training import step_indices
 
 STAGES = {"grpo": grpo.loop.train, "sft": grpo.sft.train}
@@ -215,15 +214,15 @@ def spoil_the_gradient(run, monkeypatch, step):
 
 def spoil_the_model(run, monkeypatch, step):
     """The copy that the rollout runs, so that the weights that are trained stay whole."""
-    fold = grpo.generate.fold
+    folded = Policy.folded
 
     def spoilt(policy):
-        model = fold(policy)
+        model = folded(policy)
         if run.step == step:
             model.norm = (torch.full_like(model.norm[0], torch.nan), model.norm[1])
         return model
 
-    monkeypatch.setattr(grpo.generate, "fold", spoilt)
+    monkeypatch.setattr(Policy, "folded", spoilt)
 
 
 SPOILT = {
