@@ -190,34 +190,42 @@ class DecodeLayout:
         """query [A, H, 1, D], key and value [A, K, 1, D] → [A, 1, H, D]."""
         rows, heads, _, dim = query.shape
         shared = key.shape[1]  # K
+        group = heads // shared  # G
         own = self.cache.row[layer, :, :rows]  # [2, A, K, C, D]
         own[0][self.active, :, self.lengths] = key[:, :, 0]
         own[1][self.active, :, self.lengths] = value[:, :, 0]
-        own_key, own_value = own[:, :, :, : self.width]
+        own_key, own_value = own[:, :, :, : self.width].flatten(1, 2)  # [A K, C, D]
         prompts, fullest = self.grid.shape
-        prompt_key, prompt_value = self.cache.prompt[layer, :, :prompts]  # [P, K, L, D]
+        prompt_key, prompt_value = self.cache.prompt[layer, :, :prompts].flatten(
+            1, 2
+        )  # [P K, L, D]
         opening_key, opening_value = self.cache.common[layer]  # [K, S, D]
         opening, own_at = self.cache.common_length, self.cache.common_length + self.prompt_width
 
-        query = (query * scaling).view(rows, shared, heads // shared, dim)  # [A, K, G, D]
-        score = self.bias.new_empty(*query.shape[:-1], own_at + self.width)  # float32
+        query = (query * scaling).view(rows, shared, group, dim)
+        score = self.bias.new_empty(rows, shared, group, own_at + self.width)  # float32
         if opening:
-            everyone = query.transpose(0, 1).flatten(1, 2)  # [K, A G, D]
-            scored = (everyone @ opening_key.mT).view(shared, rows, heads // shared, opening)
+            everyone = query.transpose(0, 1).reshape(shared, -1, dim)  # [K, A G, D]
+            scored = torch.bmm(everyone, opening_key.mT).view(shared, rows, group, -1)
             score[..., :opening] = scored.transpose(0, 1)
-        together = query[self.grid].transpose(1, 2).flatten(2, 3)  # [P, K, F G, D]
-        scored = (together @ prompt_key.mT).unflatten(2, (fullest, -1)).transpose(1, 2)
-        score[..., opening:own_at] = scored[self.prompt_of, self.column]
+        together = (
+            query[self.grid].transpose(1, 2).reshape(-1, fullest * group, dim)
+        )  # [P K, F G, D]
+        scored = torch.bmm(together, prompt_key.mT).view(prompts, shared, fullest, group, -1)
+        score[..., opening:own_at] = scored.transpose(1, 2)[self.prompt_of, self.column]
         # Keys times queries, not the other way round: on a CPU the faster of the two products.
-        score[..., own_at:] = (own_key @ query.mT).mT
+        scored = torch.bmm(own_key, query.view(-1, group, dim).mT)  # [A K, C, G]
+        score[..., own_at:] = scored.mT.view(rows, shared, group, -1)
         weight = score.add_(self.bias).softmax(dim=-1).to(value.dtype)
 
-        out = weight[..., own_at:] @ own_value  # [A, K, G, D]
-        together = weight[..., opening:own_at][self.grid].transpose(1, 2).flatten(2, 3)
-        summed = (together @ prompt_value).unflatten(2, (fullest, -1)).transpose(1, 2)
-        out += summed[self.prompt_of, self.column]
+        out = torch.bmm(weight[..., own_at:].flatten(0, 1), own_value)  # [A K, G, D]
+        out = out.view(rows, shared, group, dim)
+        together = weight[..., opening:own_at][self.grid].transpose(1, 2)  # [P, K, F, G, L]
+        together = together.reshape(prompts * shared, fullest * group, -1)
+        summed = torch.bmm(together, prompt_value).view(prompts, shared, fullest, group, dim)
+        out += summed.transpose(1, 2)[self.prompt_of, self.column]
         if opening:
-            everyone = weight[..., :opening].transpose(0, 1).flatten(1, 2)  # [K, A G, S]
-            summed = (everyone @ opening_value).view(shared, rows, heads // shared, dim)
+            everyone = weight[..., :opening].transpose(0, 1).reshape(shared, rows * group, -1)
+            summed = torch.bmm(everyone, opening_value).view(shared, rows, group, dim)
             out += summed.transpose(0, 1)
-        return out.reshape(rows, 1, heads, dim)
+        return out.view(rows, 1, heads, dim)

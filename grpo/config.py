@@ -158,7 +158,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "model": SCRATCH,
         "rollout_rows": 16,
-        "tokens_per_micro_batch": 2048,
+        "tokens_per_micro_batch": 1280,
     },
     # 24 GB: 1 GB of weights, an fp32 adapter, and most of the rest for the cache and activations.
     "a10": {

@@ -137,8 +137,12 @@ def _norm(module: nn.Module) -> tuple[Tensor, float]:
 
 
 def _rms_norm(x: Tensor, norm: tuple[Tensor | None, float]) -> Tensor:
+    """As transformers computes it; torch's own takes twice as many small operations on a CPU."""
     weight, epsilon = norm
-    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    wide = x.float()
+    scale = wide.square().mean(dim=-1, keepdim=True).add_(epsilon).rsqrt_()
+    normed = (wide * scale).to(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 class FoldedLinear:

@@ -45,7 +45,6 @@ class _Prompt:
     live_rows: int
 
 
-@torch.no_grad()
 def generate(
     policy: Policy,
     prompts: Sequence[list[int]],
@@ -66,12 +65,25 @@ def generate(
     that answers NaN.
     """
     _check(prompts, max_new_tokens, policy.context_length)
+    with torch.no_grad():
+        model = policy.folded() or policy  # kept for training, so not made in inference mode
+    with torch.inference_mode():
+        return _generate(
+            policy, model, prompts, num_generations, max_new_tokens, sampling, generator, max_rows,
+            on_finish, uniforms, pace,
+        )  # fmt: skip
+
+
+def _generate(
+    policy, model, prompts, num_generations, max_new_tokens, sampling, generator, max_rows,
+    on_finish, uniforms, pace,
+):  # fmt: skip
     rows = len(prompts) * num_generations
     if sampling.temperature > 0 and uniforms is None:
         uniforms = torch.rand(rows, max_new_tokens, generator=generator)
     decoding = _Decoding(
-        policy, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows, on_finish,
-        pace or (ON_CUDA if policy.device.type == "cuda" else ON_CPU),
+        policy, model, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows,
+        on_finish, pace or (ON_CUDA if policy.device.type == "cuda" else ON_CPU),
     )  # fmt: skip
     while decoding.queue or decoding.active:
         decoding.admit()
@@ -107,13 +119,23 @@ class _Decoding:
     """
 
     def __init__(
-        self, policy, prompts, group, max_new_tokens, sampling, uniforms, max_rows, done, pace
+        self,
+        policy,
+        model,
+        prompts,
+        group,
+        max_new_tokens,
+        sampling,
+        uniforms,
+        max_rows,
+        done,
+        pace,
     ):
-        self.model = policy.folded() or policy
+        self.model = model
         self.device, self.group = policy.device, group
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.uniforms = None if uniforms is None else uniforms.to(self.device)
-        self.on_finish, self.pace = done, pace
+        self.on_finish, self.pace = on_finish, pace
         rows = len(prompts) * group
         self.completions = [Completion() for _ in range(rows)]
         self.queue = list(range(rows))[::-1]  # taken from the end

@@ -138,7 +138,7 @@ def test_a_group_is_split_only_where_the_budget_ends():
 
 
 def test_one_long_row_is_not_padded_onto_many_short_ones():
-    """The token budget alone let 1 row of 40 and 20 of 2, 80 in all, become 21 x 40 in attention."""
+    """The token budget alone let 1 row of 40 and 20 of 2, 80 in all, become 21 x 40 when padded."""
     groups = [Group([3], [[4] * 2] * 20 + [[4] * 40], list(range(21)))]
     batches = list(micro_batches(groups, 100, "cpu"))
     assert [b.rows.tolist() for b in batches] == [list(range(20)), [20]]
