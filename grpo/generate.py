@@ -128,7 +128,7 @@ class _Decoding:
         sampling,
         uniforms,
         max_rows,
-        done,
+        on_finish,
         pace,
     ):
         self.model = model
