@@ -23,10 +23,10 @@ class KeyValueCache:
     Memory is asked for at the first prefill, when the heads' shape is known. It must hold numbers
     wherever a step reads, also behind the mask, since 0 x NaN is NaN.
 
-    growing: rows get the places that they need, in wider and wider memory. A CPU's batched product
-    wants them side by side: it copies a view of longer rows, all keys of all rows, at every layer
-    and step. Otherwise all is allocated at once, where it stays, as a CUDA graph must have it, and
-    zeroed only as far as rows have grown; they seldom come near the longest that is allowed.
+    growing: rows get the places that they need, a quarter more each time, a layer at a time. A
+    CPU's batched product wants them side by side: it copies a view of longer rows, all keys of all
+    rows, at every layer and step. Otherwise all is allocated at once, where it stays, as a CUDA
+    graph must have it, and zeroed only as far as rows have grown; few come near the longest.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class KeyValueCache:
         self.row_shape = (rows, row_length)
         self.growing = growing
         self.common_length = common
-        self.common = self.prompt = self.row = None  # [layers, 2 (key, value), ..]
+        self.common = self.prompt = None  # [layers, 2 (key, value), ..]
+        self.row: list[Tensor] = []  # of each layer, [2, rows, K, C, D]
         self.row_width = 0  # places of every row that hold numbers
 
     def allocate(self, like: Tensor):
@@ -57,7 +58,7 @@ class KeyValueCache:
         self.prompt = like.new_zeros(self.layers, 2, slots, heads, length, dim)
         rows, length = self.row_shape
         length = 0 if self.growing else length
-        self.row = like.new_empty(self.layers, 2, rows, heads, length, dim)
+        self.row = [like.new_empty(2, rows, heads, length, dim) for _ in range(self.layers)]
 
     def store_common(self, layer: int, key: Tensor, value: Tensor):
         """key and value [S, K, D] of the opening, for one layer."""
@@ -75,16 +76,19 @@ class KeyValueCache:
         if width <= self.row_width:
             return
         if self.growing:
-            layers, two, rows, heads, _, dim = self.row.shape
-            wider = self.row.new_zeros(layers, two, rows, heads, width, dim)
-            wider[..., : self.row_width, :] = self.row
-            self.row = wider
-        else:
-            self.row[..., self.row_width : width, :] = 0
+            width = min(max(width, self.row_width + self.row_width // 4), self.row_shape[1])
+        for layer, old in enumerate(self.row):
+            if self.growing:
+                shape = (*old.shape[:3], width, old.shape[4])
+                self.row[layer] = old.new_zeros(shape)
+                self.row[layer][..., : self.row_width, :] = old
+            else:
+                old[..., self.row_width : width, :] = 0
         self.row_width = width
 
     def move_row(self, source: int, target: int, length: int):
-        self.row[:, :, target, :, :length] = self.row[:, :, source, :, :length]
+        for row in self.row:
+            row[:, target, :, :length] = row[:, source, :, :length]
 
     def move_prompt(self, source: int, target: int):
         self.prompt[:, :, target] = self.prompt[:, :, source]
@@ -191,7 +195,7 @@ class DecodeLayout:
         rows, heads, _, dim = query.shape
         shared = key.shape[1]  # K
         group = heads // shared  # G
-        own = self.cache.row[layer, :, :rows]  # [2, A, K, C, D]
+        own = self.cache.row[layer][:, :rows]  # [2, A, K, C, D]
         own[0][self.active, :, self.lengths] = key[:, :, 0]
         own[1][self.active, :, self.lengths] = value[:, :, 0]
         own_key, own_value = own[:, :, :, : self.width].flatten(1, 2)  # [A K, C, D]

@@ -256,12 +256,12 @@ def _with_lora(module: nn.Module) -> Tensor:
     weight = _base(module).weight.detach()
     if not isinstance(module, LoraLayer) or module.disable_adapters:
         return weight
-    total = torch.promote_types(weight.dtype, torch.float32)
     for adapter in module.active_adapters:
         a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        change = b.detach().to(total) @ a.detach().to(total)
-        weight = weight + module.scaling[adapter] * change
-    return weight.to(_base(module).weight.dtype)
+        a, b = (x.detach().to(weight.dtype) for x in (a, b))
+        # One product that adds to the weight, summed in float32 and rounded once.
+        weight = torch.addmm(weight, b, a, alpha=module.scaling[adapter])
+    return weight
 
 
 def _pack(weight: Tensor) -> Tensor | None:

@@ -67,28 +67,19 @@ def generate(
     _check(prompts, max_new_tokens, policy.context_length)
     with torch.no_grad():
         model = policy.folded() or policy  # kept for training, so not made in inference mode
-    with torch.inference_mode():
-        return _generate(
-            policy, model, prompts, num_generations, max_new_tokens, sampling, generator, max_rows,
-            on_finish, uniforms, pace,
-        )  # fmt: skip
-
-
-def _generate(
-    policy, model, prompts, num_generations, max_new_tokens, sampling, generator, max_rows,
-    on_finish, uniforms, pace,
-):  # fmt: skip
     rows = len(prompts) * num_generations
     if sampling.temperature > 0 and uniforms is None:
         uniforms = torch.rand(rows, max_new_tokens, generator=generator)
-    decoding = _Decoding(
-        policy, model, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows,
-        on_finish, pace or (ON_CUDA if policy.device.type == "cuda" else ON_CPU),
-    )  # fmt: skip
-    while decoding.queue or decoding.active:
-        decoding.admit()
-        if decoding.active:
-            decoding.advance()
+    pace = pace or (ON_CUDA if policy.device.type == "cuda" else ON_CPU)
+    with torch.inference_mode():
+        decoding = _Decoding(
+            policy, model, prompts, num_generations, max_new_tokens, sampling, uniforms, max_rows,
+            on_finish, pace,
+        )  # fmt: skip
+        while decoding.queue or decoding.active:
+            decoding.admit()
+            if decoding.active:
+                decoding.advance()
     flat = decoding.completions
     if not all(math.isfinite(p) for c in flat for p in c.logprobs):
         # Rows of a broken model are all alike: GRPO would see no spread and go on without a word.

@@ -2,8 +2,8 @@
 
 Counted from the model's shape and the settings; nothing is measured. The weights, the optimizer
 and the cache are exact to a few percent; activations are counted from the tensors that autograd
-keeps in one layer of the Llama family, and are rather too high (by up to 40%, see the test). The
-allocator's own waste and the CUDA context (about half a gigabyte) come on top.
+keeps in one layer of the Llama family (see the test). benchmarks/memory.py holds the total against
+the peak of real steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from grpo.config import Config
 
 LOGITS_COPIES = 3  # the chunk's logits, their log-softmax, and the gradient of one of them
+PROGRAM = 450_000_000  # Python, torch and transformers; on a GPU, its context
 # 4 bits a weight, a byte for the scale of each block of 64, a float32 for each 256 of those.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FP32 = 4
@@ -89,21 +90,28 @@ def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
     """Bytes by part, and "total" at the worst moment.
 
     compute_bytes: of one number of the weights and activations, 2 for bfloat16, 4 for float32.
-    The rollout's cache and the training's activations never live at once, so the total has the
-    larger of the two.
+    The rollout's cache, the reference's copy of the weights and the training's activations never
+    live at once, so the total has the largest of the three.
     """
     always = _weights(shape, config, compute_bytes) | _training_state(shape, config, compute_bytes)
+    folded = _folded_copy(shape, config, compute_bytes)
+    if config.lora_rank > 0:
+        always["folded copy"] = folded
     rollout = {
         "rollout: key-value cache": _cache(shape, config) * compute_bytes,
         # Sampling holds a row of float32 logits for each sequence, and sorts a copy.
         "rollout: logits": 2 * config.rollout_rows * shape.vocab * FP32,
+        "rollout: folded copy": folded if config.lora_rank == 0 else 0,
     }
+    reference = {"reference: folded copy": folded if config.lora_rank > 0 and config.beta else 0}
     training = {
         "training: activations": _activations(shape, config, compute_bytes),
-        "training: logits": _logits_chunk(shape, config),
+        "training: logits": _logits_chunk(shape, config, compute_bytes),
     }
-    total = sum(always.values()) + max(sum(rollout.values()), sum(training.values()))
-    parts = {name: round(size) for name, size in {**always, **rollout, **training}.items() if size}
+    phases = (rollout, reference, training)
+    total = sum(always.values()) + max(sum(phase.values()) for phase in phases)
+    named = {**always, **rollout, **reference, **training}
+    parts = {name: round(size) for name, size in named.items() if size}
     return {**parts, "total": round(total)}
 
 
@@ -131,7 +139,16 @@ def _weights(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
     reference = 0
     if config.beta > 0:
         reference = base if not lora else adapter if config.adapter else 0
-    return {"weights": base, "adapter": adapter, "reference copy": reference}
+    return {
+        "program": PROGRAM, "weights": base, "adapter": adapter, "reference copy": reference
+    }  # fmt: skip
+
+
+def _folded_copy(shape: ModelShape, config: Config, compute_bytes: int) -> int:
+    """The linear maps and the output head once more (see grpo/folded.py); not of a 4-bit base."""
+    if config.quantize == "nf4":
+        return 0
+    return (shape.linear_parameters + shape.vocab * shape.hidden) * compute_bytes
 
 
 def _training_state(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str, float]:
@@ -158,34 +175,46 @@ def _cache(shape: ModelShape, config: Config) -> int:
 
 
 def _activations(shape: ModelShape, config: Config, compute_bytes: int) -> float:
-    """Bytes that autograd keeps for one micro-batch; nothing for the attention matrix itself,
-    which the fused kernels never write out.
+    """Bytes that autograd keeps for one micro-batch; nothing for the attention scores, which are
+    computed again.
 
     With gradient checkpointing: each layer's input, and all of one layer while it is computed
-    again. LoRA's weights are float32: beside bfloat16 ones it keeps each map's input once more.
+    again. Where a 4-bit base keeps LoRA beside it, each adapter's input and output come on top.
     """
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = (
-        6 * shape.hidden  # two residuals, two normed inputs, attention's and the MLP's outputs
-        + 3 * q + 4 * kv  # q, k, v, the rotated q and k, their gathered copies
-        + 4 * shape.intermediate  # gate, its activation, up, their product
-    )  # fmt: skip
-    in_float32 = 4 * shape.hidden  # the norms compute in float32 and keep input and result
-    if config.lora_rank > 0 and compute_bytes < FP32:
-        in_float32 += sum(inputs for inputs, _ in shape.linears)
-    layer = kept * compute_bytes + in_float32 * FP32
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    folded = config.lora_rank > 0 and config.quantize != "nf4"
+    if folded:
+        # Two normed inputs, rotated q and k, the product they came from with v, attention's output,
+        # gate, up, the gate's activation and the product.
+        kept = 2 * hidden + 3 * q + 3 * kv + 4 * shape.intermediate
+    else:  # transformers' modules keep the residuals and the norms' results too
+        kept = 5 * hidden + 3 * q + 3 * kv + 4 * shape.intermediate
+        if config.lora_rank > 0:
+            kept += sum(inputs for inputs, _ in shape.linears)
+    layer = kept * compute_bytes + 2 * hidden * FP32  # the norms keep their input in float32
     if config.gradient_checkpointing:
-        a_token = shape.layers * shape.hidden * compute_bytes + layer
+        a_token = shape.layers * hidden * compute_bytes + layer
     else:
         a_token = shape.layers * layer
-    return a_token * config.tokens_per_micro_batch
+    return a_token * _micro_batch(config)
 
 
-def _logits_chunk(shape: ModelShape, config: Config) -> int:
+def _micro_batch(config: Config) -> int:
+    """Tokens of the largest one: a row that is over the budget is a micro-batch by itself."""
+    row = config.max_prompt_length + config.max_completion_length
+    rows = config.num_generations * config.max_completion_length
+    whole_step = config.prompts_per_step * (config.max_prompt_length + rows)
+    return min(max(config.tokens_per_micro_batch, row), whole_step)
+
+
+def _logits_chunk(shape: ModelShape, config: Config, compute_bytes: int) -> int:
     from grpo.logprobs import LOGITS_BUDGET  # imports torch, which --help can do without
 
-    all_rows = config.tokens_per_micro_batch * shape.vocab
-    return LOGITS_COPIES * FP32 * min(LOGITS_BUDGET, all_rows)
+    device = "cpu" if config.device == "cpu" else "cuda"
+    numbers = min(LOGITS_BUDGET[device], _micro_batch(config) * shape.vocab)
+    if config.lora_rank > 0:  # a frozen head: the logits become the probabilities in place
+        return numbers * compute_bytes
+    return LOGITS_COPIES * FP32 * numbers
 
 
 def describe_memory(parts: dict[str, int]) -> str:

@@ -154,10 +154,11 @@ def dry_run(config: Config, options, flags: set[str]) -> int:
     refuse_idle_ranks(config)
     _, scratch_tokens = load_task(config, options)
     shape, dtype = load_shape(config, scratch_tokens)
-    print(describe(as_on_this_machine(config, dtype), options, flags))
+    here = as_on_this_machine(config, dtype)
+    print(describe(here, options, flags))
     print()
     for name, count in tokens_per_step(config).items():
         print(f"{name:<22}{count:>12,}")
     print()
-    print(describe_memory(estimate(shape, config, dtype.itemsize)))
+    print(describe_memory(estimate(shape, here, dtype.itemsize)))
     return 0

@@ -152,8 +152,8 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
     own = [heads(n + 1, seed=10 + row) for row, n in enumerate(row_lengths)]
     for row, (_, own_key, own_value) in enumerate(own):
         n = row_lengths[row]
-        cache.row[0, 0, row, :, :n] = own_key[0, :, :n]
-        cache.row[0, 1, row, :, :n] = own_value[0, :, :n]
+        cache.row[0][0, row, :, :n] = own_key[0, :, :n]
+        cache.row[0][1, row, :, :n] = own_value[0, :, :n]
     layout = DecodeLayout(cache, prompt_lengths, of_prompt, torch.tensor(row_lengths))
     layout.see(cache.row_width)
     new = [torch.cat([x[i][:, :, -1:] for x in own]) for i in range(3)]  # [A, H or K, 1, D]
@@ -167,7 +167,7 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
         # The scores are in float32 here, whatever the model's own type.
         assert torch.allclose(out[row, 0], plain(*whole)[-1], rtol=0, atol=1e-6)
     n = row_lengths[0]
-    assert torch.equal(cache.row[0, 0, 0, :, n], own[0][1][0, :, n]), "the new key is kept"
+    assert torch.equal(cache.row[0][0, 0, :, n], own[0][1][0, :, n]), "the new key is kept"
 
 
 def test_moving_rows_and_prompts_moves_their_keys():
@@ -175,13 +175,15 @@ def test_moving_rows_and_prompts_moves_their_keys():
     for layer in range(2):
         cache.store_prompts(layer, slice(0, 3), torch.randn(3, 4, K, D), torch.randn(3, 4, K, D))
     cache.widen_rows(5)
-    cache.row.normal_()
-    row, prompt, untouched = cache.row.clone(), cache.prompt.clone(), 1
+    for layer in cache.row:
+        layer.normal_()
+    row, prompt, untouched = torch.stack(cache.row), cache.prompt.clone(), 1
     cache.move_row(source=2, target=0, length=3)
     cache.move_prompt(source=2, target=0)
-    assert torch.equal(cache.row[:, :, 0, :, :3], row[:, :, 2, :, :3])
+    moved = torch.stack(cache.row)
+    assert torch.equal(moved[:, :, 0, :, :3], row[:, :, 2, :, :3])
     assert torch.equal(cache.prompt[:, :, 0], prompt[:, :, 2])
-    assert torch.equal(cache.row[:, :, untouched], row[:, :, untouched])
+    assert torch.equal(moved[:, :, untouched], row[:, :, untouched])
     assert torch.equal(cache.prompt[:, :, untouched], prompt[:, :, untouched])
 
 
@@ -190,11 +192,12 @@ def test_a_cache_holds_numbers_wherever_it_is_read(growing):
     """0 x NaN is NaN: a place that no mask shows still enters the product."""
     cache = KeyValueCache(1, 2, 2, 4, 4, growing=growing)
     cache.store_prompts(0, slice(0, 1), torch.ones(1, 2, K, D), torch.ones(1, 2, K, D))
-    cache.row.fill_(torch.nan)  # as fresh memory may be
+    cache.row[0].fill_(torch.nan)  # as fresh memory may be
     cache.widen_rows(2)
-    cache.row[..., :2, :] = 1.0
+    cache.row[0][..., :2, :] = 1.0
     cache.widen_rows(3)
-    assert cache.row[..., :2, :].eq(1).all() and cache.row[..., 2, :].eq(0).all()
+    (row,) = cache.row
+    assert row[..., :2, :].eq(1).all() and row[..., 2, :].eq(0).all()
     assert cache.prompt.isfinite().all()
 
 
