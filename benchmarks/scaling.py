@@ -101,9 +101,20 @@ def one_step(
     model: str, prompts: int, group: int, new_tokens: int, opening: int = 0, steps: int = 2
 ) -> dict:
     """The rollout and the update of the last of `steps` steps; no row stops by itself."""
+    from grpo.config import parse
+    from train import import_run
+
+    sizes = {
+        "model": model, "prompts-per-step": prompts, "num-generations": group,
+        "max-prompt-length": opening + PROMPT, "max-completion-length": new_tokens,
+        "rollout-rows": prompts * group,
+    }  # fmt: skip
+    flags = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
+    config, _, _ = parse([*COMMON, *flags])
+    import_run(config)  # as train.py does, for the memory of what is not imported
+
     import torch
 
-    from grpo.config import parse
     from grpo.generate import generate
     from grpo.logprobs import completion_logprobs
     from grpo.loop import fixed_logprobs, grpo_loss
@@ -114,13 +125,6 @@ def one_step(
     from grpo.sampling import Sampling
     from grpo.startup import as_on_this_machine, keep_screen_clear, prepare_cpu
 
-    sizes = {
-        "model": model, "prompts-per-step": prompts, "num-generations": group,
-        "max-prompt-length": opening + PROMPT, "max-completion-length": new_tokens,
-        "rollout-rows": prompts * group,
-    }  # fmt: skip
-    flags = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
-    config, _, _ = parse([*COMMON, *flags])
     keep_screen_clear()
     prepare_cpu(config.threads)
     policy = load_policy(config)

@@ -78,6 +78,8 @@ def as_on_this_machine(config: Config, dtype: torch.dtype) -> Config:
 def keep_screen_clear() -> None:
     """Warnings as a line above the bar; no bars of the libraries but those of downloads; no
     traceback of TensorBoard's writer thread, whose full disk the recorder tells in a line."""
+    # A library's announcement to another library is nothing that a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.showwarning = lambda text, *_, **__: tqdm.write(f"warning: {text}", file=sys.stderr)
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.enable_progress_bars()
