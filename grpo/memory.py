@@ -14,7 +14,7 @@ from typing import Any
 from grpo.config import Config
 
 LOGITS_COPIES = 3  # the chunk's logits, their log-softmax, and the gradient of one of them
-PROGRAM = 450_000_000  # Python, torch and transformers; on a GPU, its context
+PROGRAM = 475_000_000  # Python, torch and transformers; on a GPU, its context
 # 4 bits a weight, a byte for the scale of each block of 64, a float32 for each 256 of those.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FP32 = 4
@@ -90,28 +90,27 @@ def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
     """Bytes by part, and "total" at the worst moment.
 
     compute_bytes: of one number of the weights and activations, 2 for bfloat16, 4 for float32.
-    The rollout's cache, the reference's copy of the weights and the training's activations never
-    live at once, so the total has the largest of the three.
+    The rollout's cache and the training's activations never live at once, so the total has the
+    larger of the two. The reference's folded copy does not live beside the activations either, but
+    the gap that it leaves in the memory is hardly filled by them.
     """
     always = _weights(shape, config, compute_bytes) | _training_state(shape, config, compute_bytes)
     folded = _folded_copy(shape, config, compute_bytes)
     if config.lora_rank > 0:
         always["folded copy"] = folded
+        always["reference's folded copy"] = folded if config.beta > 0 else 0
     rollout = {
         "rollout: key-value cache": _cache(shape, config) * compute_bytes,
         # Sampling holds a row of float32 logits for each sequence, and sorts a copy.
         "rollout: logits": 2 * config.rollout_rows * shape.vocab * FP32,
         "rollout: folded copy": folded if config.lora_rank == 0 else 0,
     }
-    reference = {"reference: folded copy": folded if config.lora_rank > 0 and config.beta else 0}
     training = {
         "training: activations": _activations(shape, config, compute_bytes),
         "training: logits": _logits_chunk(shape, config, compute_bytes),
     }
-    phases = (rollout, reference, training)
-    total = sum(always.values()) + max(sum(phase.values()) for phase in phases)
-    named = {**always, **rollout, **reference, **training}
-    parts = {name: round(size) for name, size in named.items() if size}
+    total = sum(always.values()) + max(sum(rollout.values()), sum(training.values()))
+    parts = {name: round(size) for name, size in {**always, **rollout, **training}.items() if size}
     return {**parts, "total": round(total)}
 
 

@@ -96,11 +96,13 @@ def micro_batches(
     once padded.
 
     A group that does not fit is split, its prompt repeated in each part; a single completion that
-    is over the budget by itself is a batch by itself, since it cannot be cut.
+    is over the budget by itself is a batch by itself, since it cannot be cut. An opening that all
+    prompts share comes on top, once a batch: within the budget it would leave room for few rows,
+    and be computed for each few of them.
     """
     common = common_length([group.prompt for group in groups])
     batch: list[Group] = []
-    size = empty = _Size(tokens=common)
+    size = _Size()
     for group in groups:
         part: Group | None = None
         prompt = len(group.prompt) - common
@@ -109,7 +111,7 @@ def micro_batches(
             if batch and not larger.within(token_budget):
                 yield pack(batch, device, common)
                 batch, part = [], None
-                larger = empty.with_row(len(completion), prompt)
+                larger = _Size().with_row(len(completion), prompt)
             if part is None:
                 part = Group(group.prompt, [], [])
                 batch.append(part)

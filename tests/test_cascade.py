@@ -66,6 +66,7 @@ def family():
 @pytest.mark.parametrize("budget", [1, 40, 10**6], ids=["a query at a time", "blocks", "whole"])
 def test_pieces_are_the_whole(budget, monkeypatch):
     monkeypatch.setitem(cascade.SCORES_BUDGET, "cpu", budget)
+    monkeypatch.setattr(cascade, "LEAST_QUERIES", 1)
     pieces, visible = family()
     inputs = [x.requires_grad_() for x in heads(TOKENS)]
     weight = torch.randn(TOKENS, H, D, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Our whole GRPO step, by the loop that `train.py` runs: seconds, completion tokens, memory."""
 
 import argparse
+import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ NO_STOP = [-1]  # no model has it
 def arguments(argv=None) -> argparse.Namespace:
     parser = workload.step_parser(__doc__)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more of train.py's")
     return parser.parse_args(argv)
 
 
@@ -24,9 +26,10 @@ def settings(args: argparse.Namespace, folder: str) -> list[str]:
     values = {
         "model": args.model,
         "dtype": args.dtype,
-        "device": "cpu",
-        "lora-rank": 16,
-        "lora-alpha": 32,
+        "device": args.device,
+        "quantize": args.quantize,
+        "lora-rank": args.lora_rank,
+        "lora-alpha": args.lora_alpha,
         "beta": 0.04,
         "temperature": args.temperature,
         "prompts-per-step": args.prompts,
@@ -40,7 +43,8 @@ def settings(args: argparse.Namespace, folder: str) -> list[str]:
         "checkpoint-every": 0,
         "output-dir": str(Path(folder) / "run"),
     }
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*words, *["--gradient-checkpointing"] * args.gradient_checkpointing, *args.flags]
 
 
 def main(argv=None) -> None:
@@ -60,13 +64,16 @@ def measure(args: argparse.Namespace, config, options) -> None:
     import grpo.loop
     from data import Example, Task
     from grpo.interrupt import StopRequest
-    from grpo.policy import load_policy
+    from grpo.memory import estimate
+    from grpo.policy import load_policy, load_shape
     from grpo.stages import Run, begin
     from grpo.startup import keep_screen_clear, prepare_cpu
 
     keep_screen_clear()
     prepare_cpu(config.threads)
-    examples = [Example(workload.messages(i), "", None) for i in range(workload.PROBLEMS)]
+    workload.cap_memory(args)
+    shape, dtype = load_shape(config, None)
+    examples = [Example(chat, "", None) for chat in workload.problems(args.problems)]
     rewards = {"vowels": lambda text, example: workload.reward(text)}
     task = Task("vowels", examples, [], rewards, is_correct=lambda text, example: False)
     with ExitStack() as files, StopRequest() as stop:
@@ -78,12 +85,17 @@ def measure(args: argparse.Namespace, config, options) -> None:
 
         ends: list[float] = []  # of the steps
         tokens: list[float] = []  # completion tokens of each
+        rollouts: list[float] = []  # completion tokens a second of each
+        trainings: list[float] = []
         finish_step = training.finish_step
 
         def timed(metrics: dict[str, float]) -> None:
             finish_step(metrics)
+            workload.end_of_step(args)
             ends.append(time.perf_counter())
             tokens.append(metrics["completions/mean_length"] * args.prompts * args.group)
+            rollouts.append(metrics["tokens_per_second/rollout"])
+            trainings.append(metrics["tokens_per_second/train"])
             assert metrics["frac_reward_zero_std"] == 0, "a group was left out: less work"
             took = metrics["step_time"]
             workload.progress(f"step {len(ends)} of {config.max_steps}, {took:.1f} s")
@@ -99,8 +111,12 @@ def measure(args: argparse.Namespace, config, options) -> None:
         threads=torch.get_num_threads(),
         steps=args.steps,
         fixed_length=args.fixed_length,
+        rollout_tokens_per_second=round(statistics.harmonic_mean(rollouts[1:]), 1),
+        train_tokens_per_second=round(statistics.harmonic_mean(trainings[1:]), 1),
+        dry_run_gb=round(estimate(shape, config, dtype.itemsize)["total"] / 1e9, 3),
+        **workload.memory_peaks(args.device),
     )
 
 
 if __name__ == "__main__":
-    main()
+    workload.run(main)

@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,7 @@ PROBLEM = (
 )
 PEOPLE = ("Maria", "David", "Peter", "Anna")
 THINGS = ("apples", "eggs", "flowers", "berries")
+MEMORY_SIGNS = ("out of memory", "cublas_status_alloc_failed")
 
 
 def messages(index: int) -> list[dict[str, str]]:
@@ -52,6 +54,13 @@ def prompts(tokenizer, count: int, length: int, first: int = 0) -> list[list[int
     return rows
 
 
+def problems(path: str | None) -> list[list[dict[str, str]]]:
+    """The chats of the training steps: those of the file, or PROBLEMS of the made ones."""
+    if path is None:
+        return [messages(i) for i in range(PROBLEMS)]
+    return json.loads(Path(path).read_text("utf-8"))
+
+
 def reward(text: str) -> float:
     """The share of vowels: free to compute, and it differs between any two completions."""
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
@@ -66,6 +75,62 @@ def cores() -> list[int]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         found.setdefault(siblings.read_text() if siblings.is_file() else cpu, cpu)
     return list(found.values())
+
+
+# ---- the device's memory -------------------------------------------------------------------------
+
+
+def cap_memory(args: argparse.Namespace) -> None:
+    """Before anything is on the GPU: its allocator refuses more than --memory-gb."""
+    if args.memory_gb and args.device == "cuda":
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))
+
+
+def end_of_step(args: argparse.Namespace) -> None:
+    """Wait for the device. A CPU's memory has no allocator that refuses: it is looked at here."""
+    if args.device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    elif args.memory_gb and peak_rss_mb() * 2**20 > args.memory_gb * 1e9:
+        raise MemoryError(f"{peak_rss_mb()} MB are held, of {args.memory_gb:g} GB that may be")
+
+
+def memory_peaks(device: str) -> dict[str, float | None]:
+    """In 10^9 bytes; on a CPU of the whole process."""
+    if device == "cpu":
+        return {"allocated_gb": round(peak_rss_mb() * 2**20 / 1e9, 3), "reserved_gb": None}
+    import torch
+
+    return {
+        "allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3),
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 3),
+    }
+
+
+def run(main: Callable[[], None]) -> None:
+    """main(), where lack of memory ends in one line, which the drivers show."""
+    try:
+        main()
+    except Exception as error:
+        reason = memory_ran_out(error)
+        if reason is None:
+            raise
+        sys.exit(f"out of memory: {reason}")
+
+
+def memory_ran_out(error: BaseException | None) -> str | None:
+    """The words of this error, or of one that led to it, if memory was short; else None. What
+    fails while a CUDA graph is captured ends the capture with an error of its own."""
+    while error is not None:
+        text = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or any(sign in text.lower() for sign in MEMORY_SIGNS):
+            return text[:160] or type(error).__name__
+        error = error.__cause__ or error.__context__
+    return None
 
 
 # ---- flags and the JSON line ---------------------------------------------------------------------
@@ -85,6 +150,13 @@ def step_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--fixed-length", action="store_true", help="no row stops before --new-tokens"
     )
+    parser.add_argument("--problems", metavar="FILE", help="JSON, a list of chats; default: made")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--memory-gb", type=float, help="10^9 bytes for the process; none = no cap")
+    parser.add_argument("--lora-rank", type=positive, default=16)
+    parser.add_argument("--lora-alpha", type=positive, default=32)
+    parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     return parser
 
 
