@@ -90,15 +90,15 @@ def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
     """Bytes by part, and "total" at the worst moment.
 
     compute_bytes: of one number of the weights and activations, 2 for bfloat16, 4 for float32.
-    The rollout's cache and the training's activations never live at once, so the total has the
-    larger of the two. The reference's folded copy does not live beside the activations either, but
-    the gap that it leaves in the memory is hardly filled by them.
+    The rollout's cache, the reference's copy of the weights and the training's activations never
+    live at once, so the total has the largest of the three; but on a CPU the gap that the copy
+    leaves in memory is hardly filled by the activations, so there it counts in full.
     """
     always = _weights(shape, config, compute_bytes) | _training_state(shape, config, compute_bytes)
     folded = _folded_copy(shape, config, compute_bytes)
     if config.lora_rank > 0:
         always["folded copy"] = folded
-        always["reference's folded copy"] = folded if config.beta > 0 else 0
+    reference = {"reference: folded copy": folded if config.lora_rank > 0 and config.beta else 0}
     rollout = {
         "rollout: key-value cache": _cache(shape, config) * compute_bytes,
         # Sampling holds a row of float32 logits for each sequence, and sorts a copy.
@@ -109,8 +109,11 @@ def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
         "training: activations": _activations(shape, config, compute_bytes),
         "training: logits": _logits_chunk(shape, config, compute_bytes),
     }
-    total = sum(always.values()) + max(sum(rollout.values()), sum(training.values()))
-    parts = {name: round(size) for name, size in {**always, **rollout, **training}.items() if size}
+    beside = sum(reference.values()) if config.device == "cpu" else 0
+    phases = (sum(rollout.values()), sum(reference.values()), sum(training.values()) + beside)
+    total = sum(always.values()) + max(phases)
+    named = {**always, **rollout, **reference, **training}
+    parts = {name: round(size) for name, size in named.items() if size}
     return {**parts, "total": round(total)}
 
 
