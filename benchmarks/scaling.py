@@ -65,8 +65,8 @@ def lengths(args):
 
 
 def opening(args):
-    without, with_opening = (
-        in_a_process(args, prompts=4, group=8, new_tokens=100, opening=length)
+    without, with_opening = (  # each step is one batch: the opening is computed once a batch
+        in_a_process(args, prompts=4, group=8, new_tokens=100, opening=length, budget=8192)
         for length in (0, OPENING)
     )
     yield without
@@ -98,7 +98,13 @@ def in_a_process(args, **settings) -> dict:
 
 
 def one_step(
-    model: str, prompts: int, group: int, new_tokens: int, opening: int = 0, steps: int = 2
+    model: str,
+    prompts: int,
+    group: int,
+    new_tokens: int,
+    opening: int = 0,
+    steps: int = 2,
+    budget: int = 1280,
 ) -> dict:
     """The rollout and the update of the last of `steps` steps; no row stops by itself."""
     from grpo.config import parse
@@ -107,7 +113,7 @@ def one_step(
     sizes = {
         "model": model, "prompts-per-step": prompts, "num-generations": group,
         "max-prompt-length": opening + PROMPT, "max-completion-length": new_tokens,
-        "rollout-rows": prompts * group,
+        "rollout-rows": prompts * group, "tokens-per-micro-batch": budget,
     }  # fmt: skip
     flags = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
     config, _, _ = parse([*COMMON, *flags])
