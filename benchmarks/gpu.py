@@ -5,34 +5,26 @@ as an ordinary transformers directory, measured, and deleted. No row ends before
 samples by transformers' generate. Each measurement is a process of its own; one that runs out of
 memory is a row that says so. `--shapes tiny --device cpu` tries the script out on a CPU, where the
 cap is compared with the memory of the whole process after every step.
-Only the standard library in here, but for the part that writes a model.
+Only the standard library: a large parent would count in the memory of what it starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers import WORKERS, Failed, run_worker, say
 
 OURS, TRL = "ours", "TRL"
-PROBLEMS = 64  # different prompts of the training steps
-SHARD_BYTES = 2 * 10**9
-INITIAL_STD = 0.02
-END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
-SPECIAL = (END, START, PAD)  # ids 0, 1, 2
-TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>{% endif %}"
-)
-AROUND = 3  # tokens that the template writes around a prompt
+WRITER = Path(__file__).parent / "random_model.py"
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Shape:
     lora_rank: int = 32
     quantize: str = "none"
     gradient_checkpointing: bool = True
-    flags: tuple[str, ...] = field(default=("--preset", "a10", "--rollout-rows", "64"))
+    flags: tuple[str, ...] = ("--preset", "a10")
 
 
 def qwen(hidden: int, intermediate: int, layers: int, heads: int, shared: int, vocabulary: int):
@@ -115,9 +107,7 @@ REAL = ("0.5b", "1.5b", "7b")
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    if args.write_model:
-        write_model(SHAPES[args.shapes[0]], Path(args.write_model), args.device)
-        return 0
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, TRL would take them all
     about = {"device": device_name(args.device), "date": time.strftime("%Y-%m-%d")}
     about |= {"memory_cap_gb": args.memory_gb}
     results = []
@@ -127,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
             line = {"benchmark": f"GRPO step, {shape.what}", "name": name, "who": who}
             results.append({**line, **result, **about})
             print(json.dumps(results[-1]), flush=True)
-    print(markdown(results, about))
+    print("\n" + markdown(results, about))
     return int(any("failed" in result for result in results))
 
 
@@ -139,7 +129,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
     parser.add_argument("--trl", default=sys.executable, help="the Python that has TRL")
     parser.add_argument("--folder", help="where models are written; 7b needs 15 GB")
-    parser.add_argument("--write-model", metavar="DIR", help="only write the model of one shape")
     args = parser.parse_args(argv)
     if args.memory_gb <= 0:
         parser.error(f"--memory-gb {args.memory_gb}: more than 0")
@@ -149,8 +138,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--trl {args.trl}: there is no such program")
     if args.folder and not Path(args.folder).is_dir():
         parser.error(f"--folder {args.folder}: there is no such folder")
-    if args.write_model and len(args.shapes) != 1:
-        parser.error("--write-model: give one of --shapes")
     return args
 
 
@@ -217,9 +204,12 @@ def step_flags(shape: Shape, folder: str, args: argparse.Namespace) -> list[str]
 
 
 def written_apart(name: str, folder: str, device: str) -> None:
-    """write_model in a process of its own, which leaves the GPU's memory clean."""
-    flags = ["--write-model", folder, "--shapes", name, "--device", device]
-    done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True)
+    """random_model.py in a process of its own, which leaves the GPU's memory clean."""
+    shape = SHAPES[name]
+    flags = [*("--config", json.dumps(shape.model)), *("--device", device)]
+    flags += ["--prompt-tokens", str(shape.prompt_tokens)]
+    command = [sys.executable, str(WRITER), folder, *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
         raise Failed(f"the model could not be written: {reason}")
@@ -291,98 +281,6 @@ def times_faster(ours: dict, results: list[dict]) -> str:
     if ours["who"] == TRL or not peer or "seconds" not in peer[0]:
         return ""
     return f"**{ours['tokens_per_second'] / peer[0]['tokens_per_second']:.1f}**"
-
-
-# ---- a model with random weights -----------------------------------------------------------------
-
-
-def write_model(shape: Shape, folder: Path, device: str) -> None:
-    """A transformers directory: config, weights in bfloat16, tokenizer; and problems.json.
-
-    The weights are drawn one by one on the device and written in shards, so that a large model
-    takes little memory. An end in one line where the disk is too small.
-    """
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": SPECIAL.index(PAD)}
-    config = Qwen2Config(**shape.model, **ids, dtype="bfloat16")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    parameters = dict(model.named_parameters())
-    if config.tie_word_embeddings:
-        parameters.pop("lm_head.weight", None)
-    total = 2 * sum(p.numel() for p in parameters.values())
-    if (free := shutil.disk_usage(folder).free) < total:
-        sys.exit(f"{total / 1e9:.0f} GB are needed in {folder}, {free / 1e9:.0f} are free")
-
-    random = torch.Generator(device).manual_seed(0)
-    files, shard, size = {}, {}, 0
-    for index, (name, meta) in enumerate(parameters.items(), 1):
-        shard[name] = initial(name, meta.shape, random).cpu()
-        size += shard[name].nbytes
-        if size >= SHARD_BYTES or index == len(parameters):
-            file = f"model-{index:05}.safetensors"
-            save_file(shard, folder / file, metadata={"format": "pt"})
-            files |= dict.fromkeys(shard, file)
-            shard, size = {}, 0
-    index_file = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    tokenizer(shape.model["vocab_size"]).save_pretrained(folder)
-    (folder / "problems.json").write_text(json.dumps(problems(shape)))
-
-
-def initial(name: str, shape, random):
-    """Scales of norms 1, biases 0, all else normal."""
-    import torch
-
-    weight = torch.empty(shape, dtype=torch.bfloat16, device=random.device)
-    if len(shape) > 1:
-        return weight.normal_(std=INITIAL_STD, generator=random)
-    return weight.zero_() if name.endswith("bias") else weight.fill_(1)
-
-
-def tokenizer(vocabulary: int):
-    """Every id is a word, so that whatever a random model samples has a text to be rewarded."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = [*SPECIAL, *(word(i) for i in range(len(SPECIAL), vocabulary))]
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=PAD))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[START],
-        chat_template=TEMPLATE,
-    )
-
-
-def word(number: int) -> str:
-    """Four letters, the last ones differ first: 0 is aaaa, 1 is aaab."""
-    letters = ""
-    for _ in range(4):
-        number, letter = divmod(number, 26)
-        letters = chr(ord("a") + letter) + letters
-    return letters
-
-
-def problems(shape: Shape) -> list[list[dict[str, str]]]:
-    """Chats of one message each, of prompt_tokens or fewer, down to half of them."""
-    words = shape.model["vocab_size"] - len(SPECIAL)
-    half, chats = shape.prompt_tokens // 2, []
-    for i in range(PROBLEMS):
-        length = shape.prompt_tokens - AROUND - i * 37 % (half - AROUND)
-        content = " ".join(
-            word(len(SPECIAL) + (i * 7919 + j * 104_729) % words) for j in range(length)
-        )
-        chats.append([{"role": "user", "content": content}])
-    return chats
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def groups(args):
 
 def lengths(args):
     for new_tokens in args.lengths:
-        yield in_a_process(args, prompts=1, group=2, new_tokens=new_tokens)
+        yield in_a_process(args, prompts=1, group=2, new_tokens=new_tokens, steps=1)
 
 
 def opening(args):

@@ -125,6 +125,7 @@ def _kernels(query: Tensor):
     """(forward, backward) of one piece. The fused ones know neither float32 nor a CPU well: there,
     short products written out are two to five times as fast as torch's own flash kernel."""
     fused = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    fused = fused and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return (flash_forward, flash_backward) if fused else (matmul_forward, matmul_backward)
 
 

@@ -66,7 +66,7 @@ def generate(
     """
     _check(prompts, max_new_tokens, policy.context_length)
     with torch.no_grad():
-        model = policy.folded() or policy  # kept for training, so not made in inference mode
+        model = policy.folded() or policy.modules  # kept for training: not of inference mode
     rows = len(prompts) * num_generations
     if sampling.temperature > 0 and uniforms is None:
         uniforms = torch.rand(rows, max_new_tokens, generator=generator)

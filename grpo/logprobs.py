@@ -117,7 +117,9 @@ def _entropy(everything: Tensor, weights: Tensor) -> Tensor:
 class _FrozenHead(torch.autograd.Function):
     """Log-prob and entropy of every row, [M] each; no gradient for the head, none of the entropy.
 
-    d log pi(target) / d hidden = (W[target] - sum over v of pi(v) W[v]) / temperature.
+    d log pi(target) / d hidden = sum over v of (1[v = target] - pi(v)) W[v] / temperature. The
+    difference is formed before the product: where pi(target) is near 1, W[target] less the mean of
+    W, each rounded to bfloat16, leaves nothing but rounding.
     """
 
     @staticmethod
@@ -129,10 +131,10 @@ class _FrozenHead(torch.autograd.Function):
                 logprobs.append(everything.gather(1, few[:, None]).squeeze(1))
                 weights = everything.exp()
                 entropies.append(_entropy(everything, weights))
+                weights.scatter_add_(1, few[:, None], -torch.ones_like(weights[:, :1]))
                 logits[start : start + len(few)] = weights  # the logits are not needed any more
                 start += len(few)
-            expected = logits @ head.weight  # [R, D]
-            gradients.append((head.weight[ids] - expected) / (temperature or 1))
+            gradients.append(logits @ head.weight / -(temperature or 1))  # [R, D]
         ctx.save_for_backward(torch.cat(gradients))
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)

@@ -41,6 +41,24 @@ SCRATCH_POSITIONS = 4096  # at least: longer prompts and completions get more
 
 
 @dataclass
+class Modules:
+    """A model by transformers' own modules: the calls of a FoldedModel, for what is not folded."""
+
+    decoder: nn.Module
+    head: nn.Module
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, layout) -> Tensor:
+        """input_ids and position_ids [B, T] → [B, T, H]; `layout` says who sees whom."""
+        return self.decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=None,
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state
+
+
+@dataclass
 class Policy:
     """What is trained, and how to run it.
 
@@ -86,7 +104,12 @@ class Policy:
     def head(self) -> nn.Module | FoldedLinear:
         """Hidden states [.., H] to logits [.., V]. Call it: an adapter may stand around it."""
         folded = self.folded() if self.has_adapter else None
-        return folded.head if folded else self._running.get_output_embeddings()
+        return (folded or self.modules).head
+
+    @property
+    def modules(self) -> Modules:
+        """The model as transformers runs it, and nothing looked up at every call."""
+        return Modules(self.decoder, self._running.get_output_embeddings())
 
     def folded(self) -> FoldedModel | None:
         """The policy's weights as they are now, made to be run fast; None if they cannot be.
@@ -125,15 +148,8 @@ class Policy:
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, layout) -> Tensor:
         """input_ids and position_ids [B, T] → [B, T, H]; `layout` says who sees whom."""
         # A folded copy has gradients for adapters only.
-        if self.has_adapter and (folded := self.folded()):
-            return folded.hidden_states(input_ids, position_ids, layout)
-        return self.decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=None,
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state
+        folded = self.folded() if self.has_adapter else None
+        return (folded or self.modules).hidden_states(input_ids, position_ids, layout)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """By name, in the model's own dtype; the optimizer keeps float32 masters of them."""
@@ -210,7 +226,9 @@ def load_policy(
     _switch_off_noise(model)
     if config.gradient_checkpointing:
         # The non-reentrant kind needs no gradient at its input, so it works with adapters as is.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # There is no dropout, so no random state to keep, which a CUDA graph could not read.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        model.gradient_checkpointing_enable(options)
 
     with_reference = with_reference and config.beta > 0
     reference = None

@@ -62,7 +62,8 @@ def pick_dtype(
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if fast else torch.float32
     worth_it = frozen_base and not quantized and parameters >= SMALL_MODEL
     return torch.bfloat16 if worth_it and cpu_multiplies_bfloat16() else torch.float32
 

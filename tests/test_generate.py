@@ -22,7 +22,7 @@ from grpo.folded import FoldedModel
 from grpo.generate import generate
 from grpo.logprobs import completion_logprobs
 from grpo.packing import Group, pack
-from grpo.policy import Policy, load_policy
+from grpo.policy import Modules, load_policy
 from grpo.sampling import Sampling, sample
 from grpo.tokenizer import completion_text
 
@@ -491,7 +491,7 @@ def count_calls(monkeypatch) -> list[tuple[tuple[int, int], torch.Tensor]]:
 
         return hidden_states
 
-    for kind in (FoldedModel, Policy):
+    for kind in (FoldedModel, Modules):
         monkeypatch.setattr(kind, "hidden_states", counted(kind.hidden_states))
     return calls
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
+def random_model(monkeypatch):
+    return load(BENCHMARKS / "random_model.py", monkeypatch)
+
+
+@pytest.fixture
 def workload(monkeypatch):
     return load(BENCHMARKS / "peers" / "workload.py", monkeypatch)
 
@@ -49,9 +55,13 @@ def run_script(*flags):
 
 def test_the_script_measures_both_kinds_of_base_and_prints_lines_and_a_table(tmp_path):
     """On a CPU, as on a GPU: a model is written, trained by the loop, and deleted."""
+    models, without_trl = tmp_path / "models", tmp_path / "python"
+    models.mkdir()
+    without_trl.write_text("#!/bin/sh\nexit 1\n")
+    without_trl.chmod(0o755)
     done = run_script(
         *("--shapes", "tiny", "tiny-nf4", "--device", "cpu", "--steps", "1"),
-        *("--folder", str(tmp_path)),
+        *("--folder", str(models), "--trl", str(without_trl)),
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -69,7 +79,7 @@ def test_the_script_measures_both_kinds_of_base_and_prints_lines_and_a_table(tmp
     assert len(table) == 6 and len({line.count("|") for line in table}) == 1
     assert "not installed" in table[3] and "8 rows of 8 tokens" in table[4]
     assert "cpu, torch" in lines[-1] and "at most 24 GB" in lines[-1]
-    assert not list(tmp_path.iterdir()), "the models are deleted"
+    assert not list(models.iterdir()), "the models are deleted"
 
 
 def test_a_configuration_that_needs_more_than_the_cap_is_a_row_that_says_so():
@@ -96,7 +106,6 @@ def test_a_gpu_that_is_not_there_is_told_before_any_work():
         (("--steps", "0"), "--steps 0"),
         (("--trl", "no-such-python"), "--trl no-such-python"),
         (("--folder", "no-such-folder"), "--folder no-such-folder"),
-        (("--write-model", "somewhere"), "give one of --shapes"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(gpu, flags, said, capsys):
@@ -182,12 +191,12 @@ def test_the_settings_of_the_shapes_are_those_that_the_target_names(gpu, monkeyp
         script, *flags = gpu.ours_flags(name, "models/m", args)
         worker = load(Path(script), monkeypatch)
         found[name], _, _ = parse(worker.settings(worker.arguments(flags), "runs"))
-    a10 = PRESETS["a10"]
+    a10 = {n: v for n, v in PRESETS["a10"].items() if n not in ("model", "rollout_rows")}
     for config in found.values():
         assert (config.beta, config.temperature, config.lora_rank) == (0.04, 0.9, 32)
-        assert {n: getattr(config, n) for n in a10 if n != "model"} == {
-            n: value for n, value in a10.items() if n != "model"
-        }
+        assert {name: getattr(config, name) for name in a10} == a10
+        # As many as there are, so that the estimate is of the memory that is measured.
+        assert config.rollout_rows == config.prompts_per_step * config.num_generations
     small, middle, large = found.values()
     assert (small.prompts_per_step, small.num_generations) == (4, 8)
     assert (small.max_prompt_length, small.max_completion_length) == (256, 200)
@@ -220,36 +229,34 @@ def test_the_shapes_are_those_of_qwen(gpu, name):
     assert found == pytest.approx(PARAMETERS[name], rel=0.002)
 
 
-def test_a_written_model_is_an_ordinary_directory(gpu, tmp_path, monkeypatch):
+def test_a_written_model_is_an_ordinary_directory(gpu, random_model, tmp_path, monkeypatch):
     """In several shards, with a tokenizer that has a word for every id the model can sample."""
-    monkeypatch.setattr(gpu, "SHARD_BYTES", 50_000)
-    gpu.write_model(gpu.SHAPES["tiny"], tmp_path, "cpu")
+    monkeypatch.setattr(random_model, "SHARD_BYTES", 50_000)
+    random_model.write_model(gpu.SHAPES["tiny"].model, 16, tmp_path, "cpu")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen2ForCausalLM"]
     policy = load_policy(Config(model=str(tmp_path), lora_rank=4, beta=0.0, device="cpu"))
-    weight = dict(policy.base.named_parameters())[
-        "model.layers.1.self_attn.o_proj.base_layer.weight"
-    ]
-    assert 0.015 < weight.std() < 0.025 and policy.stop_token_ids == [0]
-    assert policy.base.get_input_embeddings() is not policy.head  # loaded with its head, tied
+    layer = policy.base.get_decoder().layers[1]
+    assert 0.015 < layer.self_attn.o_proj.weight.std() < 0.025
+    assert layer.input_layernorm.weight.eq(1).all() and layer.self_attn.q_proj.bias.eq(0).all()
+    assert policy.stop_token_ids == [0]
     assert policy.base.get_output_embeddings().weight is policy.base.get_input_embeddings().weight
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 512
-    texts = [completion_text(tokenizer, [i], [0]) for i in range(3, 512)]
-    assert all(texts) and len(set(texts)) == len(texts)
-    assert completion_text(tokenizer, [5, 30, 0], [0]) == "aaaf aabe"
+    words = [completion_text(tokenizer, [i], [0]) for i in range(3 + 256, 512)]
+    assert all(words) and len(set(words)) == len(words)
+    assert completion_text(tokenizer, [300, 301, 0], [0]) == " aalo aalp"
     chats = json.loads((tmp_path / "problems.json").read_text())
     prompts = [render_prompt(tokenizer, chat, "chat") for chat in chats]
-    assert max(map(len, prompts)) == 16 and min(map(len, prompts)) >= 8
-    assert len({tuple(p[:4]) for p in prompts}) == len(prompts) == 64
-    assert all(2 not in p for p in prompts), "no word is unknown"
+    lengths = [len(prompt) for prompt in prompts]
+    assert lengths == [len(chat[0]["content"]) + 3 for chat in chats], "a character is a token"
+    assert max(lengths) == 16 and min(lengths) >= 8 and len(set(lengths)) > 4
+    assert len({tuple(p) for p in prompts}) == 64
 
 
-def test_a_model_that_does_not_fit_the_disk_is_not_begun(gpu, tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(gpu.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+def test_a_model_that_does_not_fit_the_disk_is_not_begun(gpu, random_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(random_model.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
     with pytest.raises(SystemExit) as ended:
-        gpu.write_model(gpu.SHAPES["7b"], tmp_path, "cpu")
+        random_model.write_model(gpu.SHAPES["7b"].model, 512, tmp_path, "cpu")
     assert "15 GB are needed" in ended.value.code and not list(tmp_path.iterdir())

@@ -169,3 +169,24 @@ def test_temperature_zero_scores_untempered():
     """Greedy completions are scored at temperature 1; a division by 0 would make them NaN."""
     logits = torch.randn(3, 7)
     assert torch.equal(tempered_log_softmax(logits, 0), tempered_log_softmax(logits, 1))
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.99, 0.999])
+def test_a_confident_tokens_gradient_is_not_lost_in_bfloat16(confidence):
+    """W[target] less the mean of W, each rounded, left nothing but rounding at 0.999."""
+    torch.manual_seed(0)
+    weight, target = torch.randn(500, 32).bfloat16(), torch.arange(40)
+    head = nn.Linear(32, 500, bias=False).requires_grad_(False)
+    head.weight.data = weight
+    scale = torch.ones(40, 1)
+    for _ in range(200):  # along W[target], as far as gives the target this probability
+        found = (weight[target].float() * scale @ weight.float().T).softmax(-1)
+        found = found.gather(1, target[:, None])
+        scale = scale * torch.where(found < confidence, 1.02, 0.98)
+    hidden = (weight[target].float() * scale).bfloat16()
+    ours, exact = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    token_logprobs(ours, head, target, 1.0)[0].sum().backward()
+    logits = exact @ weight.double().T
+    logits.log_softmax(-1).gather(1, target[:, None]).sum().backward()
+    error = (ours.grad - exact.grad).norm(dim=1) / exact.grad.norm(dim=1)
+    assert error.median() < 0.06

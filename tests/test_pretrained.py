@@ -40,7 +40,7 @@ TOKENS = ["a", "b", "c", "\n"]
 )
 def test_dtype_by_device(monkeypatch, name, device, frozen, quantized, parameters, fast, expected):
     monkeypatch.setattr(grpo.pretrained, "cpu_multiplies_bfloat16", lambda: fast)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: fast)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: fast)
     assert pick_dtype(name, torch.device(device), frozen, quantized, parameters) == expected
 
 
