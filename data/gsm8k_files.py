@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,26 @@ def downloaded_file(split: Split) -> Path:
                 f"{DOWNLOAD}{split.file}: the download is not the published file ({difference}) "
                 f"and is not kept; {ways()}"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        keep(content, path)
         print(f"gsm8k: downloaded {path}", file=sys.stderr)
     return path
+
+
+def keep(content: bytes, path: Path) -> None:
+    """Write a file as a whole or not at all: another run may look for it at the same time."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: the download cannot be written there ({error.strerror}); name another folder "
+            "in XDG_CACHE_HOME"
+        ) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def fetch(url: str) -> bytes:

@@ -61,10 +61,10 @@ class Problem:
     gold: str
 
 
-# The source's own settings, but for two. It cut prompts over 256 tokens from the left, and the
-# instructions with them; 512 hold every question of gsm8k and a worked example. Its steps without
-# spread in the rewards were still pushed by the KL (--kl-on-zero-std-groups does that). It had no
-# cold start; --sft-steps 150 adds one.
+# The source's own settings. It had no cold start (--sft-steps 150 adds one). Two things that its
+# library did are not followed: prompts over 256 tokens lost their beginning, the instructions (512
+# hold every question of gsm8k and a worked example); and groups without spread in their rewards were
+# still pushed by the KL (--kl-on-zero-std-groups does that).
 _SOURCE = {
     "lora_rank": 0,
     "prompts_per_step": 4,

@@ -272,6 +272,15 @@ def test_a_download_is_checked_kept_and_not_fetched_again(small, monkeypatch):
     assert sorted(p.name for p in kept.iterdir()) == ["test.jsonl", "train.jsonl"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(small, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    content = (small / "train.jsonl").read_bytes()
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content))
+    (small.parent / "cache").write_text("a file where a folder should be")
+    with pytest.raises(UserError, match=r"gsm8k/train\.jsonl: .*XDG_CACHE_HOME"):
+        load(Options(), 0, False)
+
+
 @pytest.mark.parametrize("content", [b"<html>Sign in to the network</html>", b""])
 def test_a_download_that_is_something_else_is_not_kept(small, monkeypatch, content):
     monkeypatch.delenv("HF_HUB_OFFLINE")
