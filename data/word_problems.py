@@ -63,8 +63,8 @@ class Problem:
 
 # The source's own settings. It had no cold start (--sft-steps 150 adds one). Two things that its
 # library did are not followed: prompts over 256 tokens lost their beginning, the instructions (512
-# hold every question of gsm8k and a worked example); and groups without spread in their rewards were
-# still pushed by the KL (--kl-on-zero-std-groups does that).
+# hold every question of gsm8k and a worked example); and groups without spread in their rewards
+# were still pushed by the KL (--kl-on-zero-std-groups does that).
 _SOURCE = {
     "lora_rank": 0,
     "prompts_per_step": 4,
@@ -98,10 +98,11 @@ SETTINGS = {
         "num_generations": 8,
         "max_prompt_length": 512,
         "max_completion_length": 256,
-        "sft_steps": 150,
-        "sft_batch_size": 16,
+        "temperature": 0.9,
+        "sft_steps": 100,
+        "sft_batch_size": 8,
         "sft_learning_rate": 2e-4,
-        "max_steps": 100,
+        "max_steps": 60,
         "learning_rate": 2e-5,
         "checkpoint_every": 20,
         "eval_examples": 300,
