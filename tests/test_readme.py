@@ -27,4 +27,4 @@ def test_there_are_commands_to_check():
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_of_the_readme_is_accepted(command):
     config, _, flags = parse(command)
-    assert config.task == "maze" and flags
+    assert config.task in ("maze", "gsm8k", "gsm_symbolic") and flags
