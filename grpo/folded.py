@@ -168,10 +168,11 @@ class FoldedLinear:
         return base.weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # first: a decode step comes here four times a layer
+            return self.product(x)
         adapters = _adapters(self.modules)
-        if torch.is_grad_enabled() and (adapters or x.requires_grad):
-            return _FoldedProduct.apply(x, self, *[p for a in adapters for p in a.parameters])
-        return self.product(x)
+        parameters = [p for a in adapters for p in a.parameters]
+        return _FoldedProduct.apply(x, self, adapters, *parameters)
 
     def product(self, x: Tensor) -> Tensor:
         if self.packed is None:
@@ -207,15 +208,15 @@ class _FoldedProduct(torch.autograd.Function):
     dx = dy W + scale (dy B) A, with W as the base holds it."""
 
     @staticmethod
-    def forward(ctx, x, linear, *parameters):
+    def forward(ctx, x, linear, adapters, *parameters):
         ctx.save_for_backward(x, *parameters)
-        ctx.linear = linear
+        ctx.linear, ctx.adapters = linear, adapters
         return linear.product(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x, *_ = ctx.saved_tensors
-        wanted, *parameters_wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]
+        x, *parameters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0]
         grad, flat = grad.flatten(0, -2), x.flatten(0, -2)
         grad_x, start = None, 0
         if wanted:
@@ -225,16 +226,14 @@ class _FoldedProduct(torch.autograd.Function):
                 grad_x.addmm_(grad[:, start:stop], base.weight)
                 start = stop
         gradients = []
-        for adapter in _adapters(ctx.linear.modules):
-            a, b = adapter.parameters
+        for adapter, a, b in zip(ctx.adapters, parameters[::2], parameters[1::2], strict=True):
             told = grad[:, adapter.rows]  # [T, out]
             through_b = (told @ b) * adapter.scale  # [T, r]
             gradients.append(through_b.mT @ flat)
             gradients.append(told.mT @ (flat @ a.mT) * adapter.scale)
             if wanted:
                 grad_x.addmm_(through_b, a)
-        assert len(gradients) == len(parameters_wanted)
-        return (None if grad_x is None else grad_x.view(x.shape)), None, *gradients
+        return (None if grad_x is None else grad_x.view(x.shape)), None, None, *gradients
 
 
 def _base(module: nn.Module) -> nn.Linear:
