@@ -11,9 +11,10 @@ import torch
 
 from data import Example, Task
 from grpo.distributed import gather, share
-from grpo.generate import Completion, Sampling, generate
+from grpo.generate import Completion, generate
 from grpo.interrupt import Stopped
 from grpo.policy import Policy
+from grpo.sampling import Sampling
 from grpo.tokenizer import completion_text, render_prompt
 
 OUT_OF_TOKENS = "ran out of tokens"

@@ -31,12 +31,13 @@ from grpo.advantages import group_advantages
 from grpo.config import Config
 from grpo.distributed import add_up, gather, share
 from grpo.filtering import learnable_groups
-from grpo.generate import Sampling, generate
+from grpo.generate import generate
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
 from grpo.metrics import Rollout, completion_rows, rollout_metrics, update_metrics
 from grpo.packing import PackedBatch, micro_batches
 from grpo.policy import Policy
+from grpo.sampling import Sampling
 from grpo.tokenizer import completion_text, render_prompt
 from grpo.training import Training, step_indices
 from rewards import score, weighted_sum

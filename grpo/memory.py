@@ -2,8 +2,8 @@
 
 Counted from the model's shape and the settings; nothing is measured. The weights, the optimizer
 and the cache are exact to a few percent; activations are counted from the tensors that autograd
-keeps in one layer of the Llama family (see the test). benchmarks/memory.py holds the total against
-the peak of real steps.
+keeps in one layer of the Llama family (see the test). benchmarks/scaling.py holds the total
+against the peak of real steps.
 """
 
 from __future__ import annotations
