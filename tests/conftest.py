@@ -1,9 +1,11 @@
 """Tiny models and tokenizers for every test; nothing here or below asks the network."""
 
+import importlib.util
 import json
 import logging
 import math
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +41,16 @@ PROMPT, COMPLETIONS = [3, 4, 5], [[6, 7, 8, 2], [9, 10, 2]]
 CASES = Path(__file__).parent / "cases"
 KINDS = ("llama", "qwen2", "qwen3", "gpt2")
 MARKOV_TOKENS = ["<pad>", "<bos>", "<eos>", "<end>", "a", "b", "c", "d"]
+
+
+def load_script(path, monkeypatch):
+    """A script as a module, with its own folder on the path as when it is run."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def load_cases(name):

@@ -1,32 +1,21 @@
 """The benchmark against the peers: its arithmetic, and its workers as far as no peer is needed."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import build_tokenizer
+from conftest import build_tokenizer, load_script
 from tiny import TEMPLATE
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 PARSED = {"model": "somewhere", "new_tokens": 7, "steps": 3}
 
 
-def load(path, monkeypatch):
-    """The script as a module, with its own folder on the path as when it is run."""
-    monkeypatch.syspath_prepend(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def peers(monkeypatch):
-    return load(BENCHMARKS / "peers.py", monkeypatch)
+    return load_script(BENCHMARKS / "peers.py", monkeypatch)
 
 
 @pytest.fixture
@@ -115,7 +104,7 @@ def test_every_worker_takes_the_flags_that_the_driver_gives_it(peers, monkeypatc
     for comparison in peers.COMPARISONS:
         for worker in filter(None, (comparison.ours, comparison.other)):
             script, *flags = peers.flags_of(worker, args)
-            parsed = vars(load(Path(script), monkeypatch).arguments(flags))
+            parsed = vars(load_script(Path(script), monkeypatch).arguments(flags))
             assert {name: parsed.get(name, wanted) for name, wanted in PARSED.items()} == PARSED
             if comparison.name.startswith("step"):
                 assert parsed["steps"] == 3
@@ -123,7 +112,7 @@ def test_every_worker_takes_the_flags_that_the_driver_gives_it(peers, monkeypatc
 
 
 def test_prompts_have_the_length_asked_for_whatever_the_tokenizer(monkeypatch):
-    workload = load(BENCHMARKS / "peers" / "workload.py", monkeypatch)
+    workload = load_script(BENCHMARKS / "peers" / "workload.py", monkeypatch)
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
     for length in (3, 1000):
         rows = workload.prompts(tokenizer, 2, length, first=5)

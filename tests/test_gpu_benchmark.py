@@ -1,6 +1,5 @@
 """The benchmark for GPUs, run on a CPU with tiny shapes; TRL is not needed."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import load_script
 from transformers import AutoConfig, AutoTokenizer
 
 from grpo.config import Config
@@ -20,29 +20,19 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ABOUT = {"device": "a card", "memory_cap_gb": 24.0, "date": "2026-01-02"}
 
 
-def load(path, monkeypatch):
-    """The script as a module, with its own folder on the path as when it is run."""
-    monkeypatch.syspath_prepend(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def gpu(monkeypatch):
-    return load(BENCHMARKS / "gpu.py", monkeypatch)
+    return load_script(BENCHMARKS / "gpu.py", monkeypatch)
 
 
 @pytest.fixture
 def random_model(monkeypatch):
-    return load(BENCHMARKS / "random_model.py", monkeypatch)
+    return load_script(BENCHMARKS / "random_model.py", monkeypatch)
 
 
 @pytest.fixture
 def workload(monkeypatch):
-    return load(BENCHMARKS / "peers" / "workload.py", monkeypatch)
+    return load_script(BENCHMARKS / "peers" / "workload.py", monkeypatch)
 
 
 def run_script(*flags):
@@ -173,8 +163,8 @@ def test_ours_and_trl_are_told_the_same_work(gpu, monkeypatch):
     for name in gpu.REAL:
         ours_script, *ours_flags = gpu.ours_flags(name, "models/m", args)
         trl_script, *trl_flags = gpu.trl_flags(name, "models/m", args)
-        ours = vars(load(Path(ours_script), monkeypatch).arguments(ours_flags))
-        peer = vars(load(Path(trl_script), monkeypatch).arguments(trl_flags))
+        ours = vars(load_script(Path(ours_script), monkeypatch).arguments(ours_flags))
+        peer = vars(load_script(Path(trl_script), monkeypatch).arguments(trl_flags))
         same = ours.keys() & peer.keys() - {"dtype"}
         assert {n: ours[n] for n in same} == {n: peer[n] for n in same}
         assert ours["device"] == "cuda" and ours["memory_gb"] == 20.0 and ours["steps"] == 5
@@ -189,7 +179,7 @@ def test_the_settings_of_the_shapes_are_those_that_the_target_names(gpu, monkeyp
     args, found = gpu.arguments([]), {}
     for name in gpu.REAL:
         script, *flags = gpu.ours_flags(name, "models/m", args)
-        worker = load(Path(script), monkeypatch)
+        worker = load_script(Path(script), monkeypatch)
         found[name], _, _ = parse(worker.settings(worker.arguments(flags), "runs"))
     a10 = {n: v for n, v in PRESETS["a10"].items() if n not in ("model", "rollout_rows")}
     for config in found.values():
