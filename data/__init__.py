@@ -46,6 +46,10 @@ class Task:
         a random generator of its own makes a resumed run differ from an undisturbed one.
     reward_weights: by name; a name that is absent weighs 1.
     is_correct: the judge of the evaluation, whatever the rewards say.
+    is_correct_lenient: a second judge that forgives the form, reported beside the first; None for
+        none.
+    levels: the levels of the examples in the order of the evaluation table; those that it does not
+        name follow, by the numbers in their names.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
     new_tokens: what --add-tokens adds to a pretrained tokenizer.
@@ -64,6 +68,8 @@ class Task:
     alarms: Callable[[Sequence[tuple[str, Example]]], list[str]] = lambda batch: []
     new_tokens: Sequence[str] = ()
     draw: Callable[[Path, Sequence[Any]], None] | None = None
+    is_correct_lenient: Callable[[str, Example], bool] | None = None
+    levels: Sequence[str] = ()
 
 
 def task_names() -> list[str]:

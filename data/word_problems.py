@@ -22,6 +22,7 @@ from rewards.gsm8k import (
     REASONING_END,
     failure_reason,
     is_correct,
+    is_correct_lenient,
     reward_functions,
 )
 
@@ -89,21 +90,22 @@ _SOURCE = {
 
 # The DEFAULTS of each of these tasks.
 SETTINGS = {
-    # A model of 135M with LoRA. It never opens the tags when it is only asked to, so SFT comes
-    # first; 99% of gsm8k's own solutions fit into 256 tokens with their tags.
+    # A model of 135M with LoRA on two cores, in an hour and a half. It never opens the tags when it
+    # is only asked to, so SFT comes first; 99% of gsm8k's own solutions fit into 256 tokens with
+    # their tags. One sample in fifty is right at first: many prompts a step, for a few that teach.
     "cpu": {
         "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "rollout_rows": 64,
-        "prompts_per_step": 8,
+        "prompts_per_step": 16,
         "num_generations": 8,
         "max_prompt_length": 512,
         "max_completion_length": 256,
-        "temperature": 0.9,
-        "sft_steps": 100,
+        "temperature": 0.8,
+        "sft_steps": 280,
         "sft_batch_size": 8,
-        "sft_learning_rate": 2e-4,
-        "max_steps": 60,
-        "learning_rate": 2e-5,
+        "sft_learning_rate": 1e-3,
+        "max_steps": 50,
+        "learning_rate": 1e-4,
         "checkpoint_every": 20,
         "eval_examples": 300,
     },
@@ -145,6 +147,7 @@ def make_task(
         evaluation=[make_example(p, turns) for p in held_out],
         reward_functions=reward_functions(options.reward_mode),
         is_correct=is_correct,
+        is_correct_lenient=is_correct_lenient,
         failure_reason=failure_reason,
         alarms=alarms,
     )

@@ -1,16 +1,21 @@
-"""Evaluation on held-out examples: greedy accuracy, pass@k, by level, and why answers failed."""
+"""Evaluation on held-out examples: greedy accuracy, pass@k, by level, and why answers failed.
+
+All of that is by the task's strict judge; where the task has a lenient one, too, its accuracy and
+pass@k stand beside the strict ones.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from data import Example, Task
-from grpo.distributed import gather, share
+from grpo.distributed import gather, share, world_size
 from grpo.generate import Completion, generate
 from grpo.interrupt import Stopped
 from grpo.policy import Policy
@@ -18,12 +23,15 @@ from grpo.sampling import Sampling
 from grpo.tokenizer import completion_text, render_prompt
 
 OUT_OF_TOKENS = "ran out of tokens"
-CHUNK = 128  # prompts a call of the generator: bounds the cache, and the work a kill can lose
+CHUNK = 64  # prompts a rank, or what fills the generator: the work that a kill can lose
 
 
 @dataclass
 class Answer:
-    """An example, the model's greedy completion and, for pass@k, how many samples were right."""
+    """An example, the model's greedy completion and, for pass@k, how many samples were right.
+
+    correct_lenient: what the lenient judge says; None where the task has none.
+    """
 
     example: Example
     text: str
@@ -31,46 +39,93 @@ class Answer:
     reason: str  # "" when correct
     tokens: int
     samples_correct: int = 0
+    correct_lenient: bool | None = None
+    samples_correct_lenient: int = 0
 
 
 @dataclass
 class Evaluation:
-    """What `evaluate` found; `summary()` is what results.json holds."""
+    """What `evaluate` found; `summary()` is what results.json holds.
+
+    levels: their order in the table, as Task.levels.
+    """
 
     answers: list[Answer] = field(default_factory=list)
     samples: int = 1
+    levels: Sequence[str] = ()
 
     @property
     def accuracy(self) -> float:
         return sum(a.correct for a in self.answers) / max(len(self.answers), 1)
 
+    @property
+    def accuracy_lenient(self) -> float | None:
+        """None where the task has no lenient judge."""
+        if not any(a.correct_lenient is not None for a in self.answers):
+            return None
+        return sum(bool(a.correct_lenient) for a in self.answers) / len(self.answers)
+
     def summary(self) -> dict:
         """Accuracy with its 95% interval, pass@k, the table by level, the reasons for failure."""
         right, count = sum(a.correct for a in self.answers), len(self.answers)
-        low, high = wilson_interval(right, count)
-        levels = list(dict.fromkeys(a.example.level for a in self.answers if a.example.level))
-        result = {
+        levels = {level: [a for a in self.answers if a.example.level == level]
+                  for level in self._levels()}  # fmt: skip
+        return {
             "examples": count,
             "correct": right,
             "accuracy": self.accuracy,
-            "accuracy_95": [low, high],
+            "accuracy_95": [*wilson_interval(right, count)],
+            **self._lenient(),
             "mean_tokens": sum(a.tokens for a in self.answers) / max(count, 1),
             "failures": dict(Counter(a.reason for a in self.answers if a.reason).most_common()),
             "levels": {
                 level: {
-                    "examples": len(rows := [a for a in self.answers if a.example.level == level]),
+                    "examples": len(rows),
                     "correct": sum(a.correct for a in rows),
                     "accuracy": sum(a.correct for a in rows) / len(rows),
                 }
-                for level in levels
+                for level, rows in levels.items()
             },
+            **self._pass_at_k(),
         }
-        if self.samples > 1:
-            result["samples"] = self.samples
-            right_samples, asked = [a.samples_correct for a in self.answers], max(count, 1)
-            result[f"pass@{self.samples}"] = sum(n > 0 for n in right_samples) / asked
-            result["pass@1"] = sum(right_samples) / (asked * self.samples)
+
+    def _levels(self) -> list[str]:
+        """Those that the task has put in order, then the others by the numbers in their names."""
+        there = by_number(dict.fromkeys(a.example.level for a in self.answers if a.example.level))
+        place = {level: i for i, level in enumerate(self.levels)}
+        return sorted(there, key=lambda level: place.get(level, len(place)))
+
+    def _lenient(self) -> dict:
+        if self.accuracy_lenient is None:
+            return {}
+        right = sum(bool(a.correct_lenient) for a in self.answers)
+        return {
+            "correct_lenient": right,
+            "accuracy_lenient": self.accuracy_lenient,
+            "accuracy_lenient_95": [*wilson_interval(right, len(self.answers))],
+        }
+
+    def _pass_at_k(self) -> dict:
+        if self.samples == 1:
+            return {}
+        result: dict = {"samples": self.samples}
+        judges = {"": [a.samples_correct for a in self.answers]}
+        if self.accuracy_lenient is not None:
+            judges[" lenient"] = [a.samples_correct_lenient for a in self.answers]
+        asked = max(len(self.answers), 1)
+        for judge, right in judges.items():
+            result[f"pass@{self.samples}{judge}"] = sum(n > 0 for n in right) / asked
+            result[f"pass@1{judge}"] = sum(right) / (asked * self.samples)
         return result
+
+
+def by_number(levels: Iterable[str]) -> list[str]:
+    """In the order of the numbers in their names; those without any stay in the order given.
+
+    >>> by_number(["10 steps", "5+ steps", "9 steps"])
+    ['5+ steps', '9 steps', '10 steps']
+    """
+    return sorted(levels, key=lambda level: [int(n) for n in re.findall("[0-9]+", level)])
 
 
 def wilson_interval(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -100,8 +155,13 @@ def evaluate(
     temperature: float = 1.0,
     seed: int = 0,
     on_finish: Callable[[int], None] = lambda rows: None,
+    done: Sequence[Answer] = (),
+    on_answers: Callable[[list[Answer]], None] = lambda answers: None,
 ) -> Evaluation:
     """Answer every example greedily; with samples > 1 also draw that many for pass@k.
+
+    done: answers to the first examples, from an evaluation that was stopped; the others are
+    computed. on_answers gets them in their order, some at a time, as soon as they are known.
 
     Under torchrun each rank answers its share; all of them know all answers in the end, or raise
     Stopped together if `on_finish` did so on one.
@@ -126,33 +186,44 @@ def evaluate(
         greedy = complete(1, Sampling(0.0))
         found = []
         for example, (completion,), sampled in zip(chunk, greedy, drawn, strict=True):
-            right = sum(_judge(policy, task, example, c)[1] for c in sampled)
-            judged = _judge(policy, task, example, completion)
-            found.append((*judged, len(completion.token_ids), right))
+            text, correct, reason, lenient = _judge(policy, task, example, completion)
+            verdicts = [_judge(policy, task, example, c) for c in sampled]
+            row = (text, correct, reason, len(completion.token_ids), sum(v[1] for v in verdicts))
+            if lenient is not None:
+                row += (lenient, sum(v[3] for v in verdicts))
+            found.append(row)
         return found
 
-    own = range(len(examples))[share(len(examples))]
-    try:
-        answers = [a for i in range(0, len(own), CHUNK) for a in answer(own[i : i + CHUNK])]
-    except Stopped:
-        answers = None
-    parts = gather(answers)
-    if None in parts:
-        raise Stopped
-    together = (row for part in parts for row in part)
-    return Evaluation([Answer(e, *row) for e, row in zip(examples, together, strict=True)], samples)
+    answers = list(done)
+    chunk = max(CHUNK, max_rows) * world_size()
+    while places := range(len(examples))[len(answers) : len(answers) + chunk]:
+        own = places[share(len(places))]
+        try:
+            found = answer(own) if own else []
+        except Stopped:
+            found = None
+        parts = gather(found)
+        if None in parts:
+            raise Stopped
+        rows = [row for part in parts for row in part]
+        new = [Answer(examples[i], *row) for i, row in zip(places, rows, strict=True)]
+        on_answers(new)
+        answers += new
+    return Evaluation(answers, samples, task.levels)
 
 
-def _judge(policy, task, example, completion) -> tuple[str, bool, str]:
+def _judge(policy, task, example, completion) -> tuple[str, bool, str, bool | None]:
+    """The fields text, correct, reason and correct_lenient of an Answer."""
     text = completion_text(policy.tokenizer, completion.token_ids, policy.stop_token_ids)
+    lenient = task.is_correct_lenient and bool(task.is_correct_lenient(text, example))
     if task.is_correct(text, example):
-        return text, True, ""
+        return text, True, "", lenient
     cut = completion.finish_reason == "length"
-    return text, False, OUT_OF_TOKENS if cut else task.failure_reason(text, example)
+    return text, False, OUT_OF_TOKENS if cut else task.failure_reason(text, example), lenient
 
 
 def table(evaluations: dict[str, dict]) -> str:
-    """Summaries side by side as text, a row a level, and one for each pass@k that they have.
+    """Summaries side by side as text: all, the lenient judge, a row a level, each pass@k.
 
     >>> print(table({"after_sft": {"accuracy": 0.5, "examples": 4, "levels": {}}}))
                     after_sft
@@ -160,7 +231,7 @@ def table(evaluations: dict[str, dict]) -> str:
     """
     names = list(evaluations)
     most = max(e["examples"] for e in evaluations.values())
-    levels = dict.fromkeys(level for e in evaluations.values() for level in e["levels"])
+    levels = by_number(dict.fromkeys(n for e in evaluations.values() for n in e["levels"]))
     rows = [("all", None), *((level, level) for level in levels)]
     width = max(len(f"{label} ({most})") for label, _ in rows) + 6
     lines = [" " * width + "".join(f"{n:>12}" for n in names)]
@@ -168,6 +239,8 @@ def table(evaluations: dict[str, dict]) -> str:
         cells = [e if level is None else e["levels"].get(level) for e in evaluations.values()]
         count = next(c["examples"] for c in cells if c)
         lines.append(_row(f"{label} ({count})", width, [c and c["accuracy"] for c in cells]))
+        if level is None and any("accuracy_lenient" in c for c in cells):
+            lines.append(_row("lenient", width, [c.get("accuracy_lenient") for c in cells]))
     for name in dict.fromkeys(n for e in evaluations.values() for n in e if n.startswith("pass@")):
         lines.append(_row(name, width, [e.get(name) for e in evaluations.values()]))
     return "\n".join(lines)

@@ -7,8 +7,8 @@ loaded and, in a resumed run, has taken the checkpoint's weights.
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import grpo.loop
 import grpo.sft
-from data import Task
+from data import Example, Task
+from grpo.answers import UnfinishedAnswers, files_digest, weights_digest, write_answers
 from grpo.checkpoint import STAGES, folder_position, position, set_aside_from
 from grpo.config import Config, to_json
 from grpo.distributed import is_first, world_size
@@ -223,63 +224,105 @@ def write_cards(this: Run, policy: Policy, folders: list[Path]) -> None:
 # ---- evaluations and results --------------------------------------------------------------------
 
 
-def judge(this: Run, policy: Policy, label: str = "eval", tokens: int | None = None) -> Evaluation:
-    """Evaluate the policy on the held-out examples, with a progress bar."""
-    config = this.config
-    examples = this.task.evaluation[: config.eval_examples]
-    mine = len(examples) // world_size()  # the first rank's share, whose bar is seen
-    rows = mine * (1 + (config.eval_samples if config.eval_samples > 1 else 0))
+def judge(
+    this: Run,
+    policy: Policy,
+    label: str = "eval",
+    how: dict | None = None,
+    begun: UnfinishedAnswers | None = None,
+) -> Evaluation:
+    """Evaluate the policy on the held-out examples, with a progress bar.
+
+    begun: the answers that are there already, and where the others are kept at once.
+    """
+    config, examples = this.config, held_out(this)
+    an_example = 1 + (config.eval_samples if config.eval_samples > 1 else 0)  # rows
+    # The bar that is seen is the first rank's, with its share.
+    known = begun.done if begun else []
+    rows, before = (len(x) // world_size() * an_example for x in (examples, known))
     every = 0.1 if sys.stderr.isatty() else 10.0  # seconds; a log file gets a line now and then
 
     def on_finish(finished: int) -> None:
         bar.update(finished)
         this.stop.check()
 
-    with tqdm(total=rows, desc=label, unit="row", leave=False, mininterval=every) as bar:
+    bar = tqdm(total=rows, initial=before, desc=label, unit="row", leave=False, mininterval=every)
+    with bar:
         return evaluate(
             policy,
             this.task,
             examples,
-            max_new_tokens=tokens or config.max_completion_length,
-            prompt_format=config.prompt_format,
+            **(how or how_to_judge(this)),
             max_rows=config.rollout_rows,
-            samples=config.eval_samples,
-            temperature=config.temperature,
-            seed=config.seed,
             on_finish=on_finish,
+            done=known,
+            on_answers=begun.add if begun else lambda answers: None,
         )
 
 
+def held_out(this: Run) -> Sequence[Example]:
+    return this.task.evaluation[: this.config.eval_examples]
+
+
+def how_to_judge(this: Run, tokens: int | None = None) -> dict:
+    """What the answers depend on besides the model and the examples."""
+    config = this.config
+    return {
+        "max_new_tokens": tokens or config.max_completion_length,
+        "prompt_format": config.prompt_format,
+        "samples": config.eval_samples,
+        "temperature": config.temperature,
+        "seed": config.seed,
+    }
+
+
 def evaluate_as(name: str, this: Run, policy: Policy, step: int) -> None:
-    """Evaluate, and keep the summary in results.json and every answer in evaluations/."""
-    config, tokens = this.config, None
+    """Evaluate, and keep the summary in results.json and every answer in evaluations/.
+
+    An evaluation that was stopped goes on behind the answers that it has left there.
+    """
+    config, tokens, label = this.config, None, f"eval {name}"
     if name == START and config.model == SCRATCH:
         tokens = min(config.max_completion_length, UNTRAINED_TOKENS)
-    found = judge(this, policy, f"eval {name}", tokens)
+    how = how_to_judge(this, tokens)
+    begun = UnfinishedAnswers(
+        this.folder / "evaluations" / f"{name}.jsonl.partial",
+        held_out(this),
+        lambda: {"step": step, **how, **what_is_judged(name, this, policy)},
+    )
+    if begun.done:
+        print(f"{label}: {len(begun.done)} answers were there already", file=sys.stderr)
+    found = judge(this, policy, label, how, begun)
     if is_first():
         keep_answers(name, this, found)
     stage = STAGE.get(name) or first_stage(this)
     this.recorder.metrics(stage, step, {"eval/accuracy": found.accuracy})
     this.recorder.result(name, {"step": step, **found.summary()})
-    print(f"{name}: {found.accuracy:.1%} of {len(found.answers)}", file=sys.stderr)
+    begun.delete()  # now that results.json has them
+    lenient = found.accuracy_lenient
+    more = "" if lenient is None else f", {lenient:.1%} by the lenient judge"
+    print(f"{name}: {found.accuracy:.1%} of {len(found.answers)}{more}", file=sys.stderr)
+
+
+def what_is_judged(name: str, this: Run, policy: Policy) -> dict:
+    """The model, the task and its judges, as far as answers that were kept have to agree in them.
+
+    The model of a stage is known by its files: one that was read back from them, its adapter
+    merged, is not bit for bit the policy that was trained.
+    """
+    saved = name in MODEL
+    return {
+        "model": files_digest(this.folder / MODEL[name]) if saved else weights_digest(policy.model),
+        "examples": len(held_out(this)),
+        "options": asdict(this.options),
+        "lenient": this.task.is_correct_lenient is not None,
+    }
 
 
 def keep_answers(name: str, this: Run, found: Evaluation) -> None:
     """Write every answer to evaluations/, and the task's picture of them."""
     folder = this.folder / "evaluations"
-    folder.mkdir(exist_ok=True)
-    with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
-        for answer in found.answers:
-            row = {
-                "prompt": answer.example.messages,
-                "completion": answer.text,
-                "correct": answer.correct,
-                "reason": answer.reason,
-                "level": answer.example.level,
-                "tokens": answer.tokens,
-                "samples_correct": answer.samples_correct,
-            }
-            file.write(json.dumps(row) + "\n")
+    write_answers(folder / f"{name}.jsonl", found.answers)
     if this.task.draw is not None:
         this.task.draw(folder / f"{name}.png", found.answers)
 

@@ -68,6 +68,51 @@ def test_answers_levels_and_reasons():
     assert json.loads(json.dumps(summary)) == summary
 
 
+def test_the_lenient_judge_stands_beside_the_strict_one():
+    task = markov_task(is_correct_lenient=lambda text, example: len(text) == len(example.answer))
+    found = judge(markov_policy(), task, EXAMPLES, samples=8, seed=1)
+    assert [a.correct_lenient for a in found.answers] == [True, True, True, False, True]
+    summary = found.summary()
+    assert (summary["correct"], summary["correct_lenient"]) == (3, 4)
+    assert summary["accuracy_lenient"] == found.accuracy_lenient == 0.8
+    assert summary["accuracy_lenient_95"] == [*wilson_interval(4, 5)]
+    strict, lenient = (
+        [getattr(a, name) for a in found.answers]
+        for name in ("samples_correct", "samples_correct_lenient")
+    )
+    assert lenient[4] > strict[4] == 0, "what begins with b never is b alone"
+    assert summary["pass@8 lenient"] == sum(n > 0 for n in lenient) / 5
+    assert summary["pass@1 lenient"] == sum(lenient) / 40 > summary["pass@1"]
+    rows = [line.split() for line in table({"start": summary}).splitlines()]
+    assert rows[1:3] == [["all", "(5)", "60.0%"], ["lenient", "80.0%"]]
+    assert ["pass@8", "lenient", f"{100 * summary['pass@8 lenient']:.1f}%"] in rows
+
+
+def test_without_a_lenient_judge_nothing_is_said_of_it():
+    found = judge(markov_policy(), markov_task(), EXAMPLES, samples=2)
+    assert found.accuracy_lenient is None and found.answers[0].correct_lenient is None
+    text = json.dumps(found.summary()) + table({"start": found.summary()})
+    assert "lenient" not in text
+    old = {"accuracy": 0.5, "examples": 4, "levels": {}}
+    new = {**old, "accuracy_lenient": 0.75}
+    assert table({"start": old, "after": new}).splitlines()[2].split() == ["lenient", "-", "75.0%"]
+
+
+@pytest.mark.parametrize(
+    "appeared, order, wanted",
+    [
+        ("10 steps,5+ steps,9 steps", "", "5+ steps,9 steps,10 steps"),
+        ("hard,easy,medium", "", "hard,easy,medium"),
+        ("hard,beyond,easy", "easy,medium,hard", "easy,hard,beyond"),
+    ],
+)
+def test_levels_come_by_difficulty_and_not_as_they_appear(appeared, order, wanted):
+    examples = [example("a", "bc", level) for level in appeared.split(",")]
+    task = markov_task(levels=order.split(","))
+    summary = judge(markov_policy(), task, examples).summary()
+    assert list(summary["levels"]) == wanted.split(",")
+
+
 def test_a_cut_answer_ran_out_of_tokens_unless_it_is_right_already():
     found = judge(markov_policy(), markov_task(), EXAMPLES, max_new_tokens=2)
     assert [a.reason for a in found.answers] == ["", "", "", OUT_OF_TOKENS, "1 letters"]
