@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,25 @@ PANELS = (
 EVALUATION = "eval/accuracy"
 
 
-def draw_curves(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+def draw_curves(
+    lines: Sequence[dict[str, Any]],
+    path: Path,
+    title: str,
+    panels: Sequence[tuple[str, str, str]] = PANELS,
+    settled: Mapping[tuple[str, str], int] | None = None,
+) -> None:
     """Draw the lines of metrics.jsonl into a PNG, which is written aside and renamed.
 
     lines: {"stage", "step", metric: value or None}. Lines with eval/accuracy (0 to 1) become the
     first panel, over the steps of SFT and then GRPO.
+    settled: by (stage, metric), the step at which to mark that a curve had settled.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [panel for panel in PANELS if _worth_a_panel(_series(lines, *panel[:2]))]
+    panels = [panel for panel in panels if _worth_a_panel(series(lines, *panel[:2]))]
     evaluated = any(line.get(EVALUATION) is not None for line in lines)
     count = max(len(panels) + evaluated, 1)
     rows, columns = math.ceil(count / COLUMNS), min(count, COLUMNS)
@@ -54,7 +61,9 @@ def draw_curves(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
         if evaluated:
             _draw_evaluations(axes.pop(0), lines)
         for ax, (stage, metric, name) in zip(axes, panels, strict=False):
-            _draw_metric(ax, _series(lines, stage, metric), stage, name)
+            _draw_metric(ax, series(lines, stage, metric), stage, name)
+            if settled and (stage, metric) in settled:
+                _mark(ax, settled[stage, metric])
         for ax in axes[len(panels) :]:
             ax.set_axis_off()
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -67,7 +76,7 @@ def draw_curves(lines: Sequence[dict[str, Any]], path: Path, title: str) -> None
             aside.unlink(missing_ok=True)
 
 
-def _series(lines: Sequence[dict[str, Any]], stage: str, metric: str) -> list[tuple[int, float]]:
+def series(lines: Sequence[dict[str, Any]], stage: str, metric: str) -> list[tuple[int, float]]:
     """(step, value) of one metric, in the order of the steps."""
     points = {line["step"]: line.get(metric) for line in lines if line["stage"] == stage
               and line.get(metric) is not None}  # fmt: skip
@@ -104,7 +113,7 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
     """Held-out accuracy over both stages, GRPO's steps counted on from the last one of SFT."""
     sft_steps = max((line["step"] for line in lines if line["stage"] == "sft"), default=0)
     courses = {
-        stage: [(start + step, 100 * value) for step, value in _series(lines, stage, EVALUATION)]
+        stage: [(start + step, 100 * value) for step, value in series(lines, stage, EVALUATION)]
         for stage, start in (("sft", 0), ("grpo", sft_steps))
     }
     if courses["grpo"]:
@@ -124,6 +133,12 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
     ax.set_ylim(0, 112)
     ax.set_yticks(range(0, 101, 25))
     ax.legend(frameon=False, loc="lower right", labelcolor=INK)
+
+
+def _mark(ax: Any, step: int) -> None:
+    ax.axvline(step, color=MUTED, linewidth=0.8, linestyle=":")
+    ax.annotate(f"settled at {step}", (step, 0.02), xycoords=("data", "axes fraction"),
+                xytext=(3, 0), textcoords="offset points", color=MUTED, fontsize=8)  # fmt: skip
 
 
 def _tidy(ax: Any, name: str) -> None:
