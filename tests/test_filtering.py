@@ -130,7 +130,7 @@ def test_all_that_waits_is_due_at_once_when_there_is_enough():
         return Rollout([[i] for i in range(len(kept))], [], rows, [], 1.0, kept=list(kept),
                        advantages=[1.0] * len(kept))  # fmt: skip
 
-    config = settings(num_generations=1, buffer_groups=5, buffer_updates=3)
+    config = settings(num_generations=1, buffer_groups=6, buffer_updates=3)
     due, buffer = Buffer().add(rollout(True, False, True), config)
     assert due == [] and [g.prompt for g in buffer.groups] == [[0], [2]]
     for barren in (1, 2):
