@@ -1,4 +1,4 @@
-"""Examples for SFT from a file: --sft-data reads it; --stage collect and data/teacher.py write it."""
+"""SFT examples in a file: --sft-data reads it, --stage collect and data/teacher.py write it."""
 
 from __future__ import annotations
 
