@@ -51,6 +51,8 @@ def test_one_right_answer_a_prompt_is_kept_and_all_are_counted(tmp_path):
     for row in rows:
         assert row["prompt"][0]["content"] in row["completion"] and row["of"] == 8
         assert "<" not in row["completion"], "the stop token is no part of an answer"
+    pairs = {(row["prompt"][0]["content"], row["completion"]) for row in rows}
+    assert len(pairs) > 4, "the four prompts come five times, each with random numbers of its own"
 
 
 def test_the_shortest_or_the_first_is_kept(tmp_path):
