@@ -41,8 +41,9 @@ class Config:
 
     # fmt: off
     task: str = option("maze", "what to learn: a file in data/", section="run")
-    stage: str = option("all", "which part to run; all = eval, sft, eval, grpo, eval",
-                        choices=("sft", "grpo", "eval", "all"))
+    stage: str = option("all", "which part to run; all = eval, sft, eval, grpo, eval; "
+                        "collect = keep the policy's right answers as SFT data",
+                        choices=("sft", "grpo", "eval", "collect", "all"))
     preset: str = option("cpu", "settings that suit a laptop, 24 GB (a10) or 48 GB (a6000)",
                          choices=("cpu", "a10", "a6000"))
     output_dir: str | None = option(None, "the run's folder; none = runs/<task>-<date>-<time>")
@@ -152,6 +153,14 @@ class Config:
     sft_lr_scheduler: str = option("cosine", "after the warm-up of SFT; constant leaves the "
                                    "cooling down to GRPO", choices=("cosine", "linear", "constant"))
 
+    sft_data: str | None = option(None, 'learn from this JSONL file, {"prompt": text or chat, '
+                                  '"completion": text} a line, instead of the task\'s examples')
+
+    collect_prompts: int = option(1000, "training prompts to sample; 0 = all", at_least=0,
+                                  section="collecting")
+    collect_keep: str = option("shortest", "which of a prompt's right completions to keep",
+                               choices=("shortest", "first"))
+
     eval_examples: int = option(200, "held-out examples; 0 = no evaluation", at_least=0,
                                 section="evaluation")
     eval_samples: int = option(1, "1 = greedy only; k > 1 adds k samples each and pass@k",
@@ -200,7 +209,7 @@ FROM_SCRATCH: dict[str, Any] = {
 # These say where, how much to print and what to keep; another value trains the same policy.
 NOT_TRAINING = {
     "resume", "output_dir", "dry_run", "stage", "preset", "threads", "checkpoint_every",
-    "keep_checkpoints", "completions_every", "completions_per_step",
+    "keep_checkpoints", "completions_every", "completions_per_step", "collect_prompts",
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------
@@ -336,6 +345,13 @@ def _check_flags(config: Config, flags: dict[str, Any]) -> None:
                 f"{config.num_generations} is {prompts} prompts, but --prompts-per-step is "
                 f"{config.prompts_per_step}; give only one of the two"
             )
+    if "sft_data" in flags and (config.stage not in ("sft", "all") or config.sft_steps == 0):
+        raise UserError(
+            f"--sft-data {config.sft_data}: in --stage {config.stage} with --sft-steps "
+            f"{config.sft_steps} there is no SFT to use it; give --stage all or sft, and steps"
+        )
+    if config.stage != "collect" and (unused := {"collect_prompts", "collect_keep"} & set(flags)):
+        raise UserError(f"{both_spellings(min(unused))} is for --stage collect; leave it out")
     if "resume" in flags and "output_dir" in flags and not _same_run(config):
         raise UserError(
             f"--output-dir {config.output_dir}: a resumed run goes on in its own folder, "

@@ -54,6 +54,9 @@ def _model_problems(c: Config) -> list[tuple[bool, str]]:
          "--add-tokens is for a pretrained model; --model scratch has the task's tokens already"),
         (scratch and c.stage == "eval" and c.resume is None,
          "--stage eval with --model scratch would judge an untrained model; give a trained one"),
+        (scratch and c.stage == "collect" and c.resume is None,
+         "--stage collect with --model scratch would sample an untrained model; give a trained one "
+         "or, as --resume, the folder of a run"),
         (scratch and width % (2 * heads) != 0,  # rotary positions pair a head's numbers
          f"--scratch-hidden-size {width} in --scratch-heads {heads}: each head needs the same, "
          f"even width; use {max(1, round(width / (2 * heads))) * 2 * heads}"),
@@ -67,6 +70,9 @@ def _sampling_problems(c: Config) -> list[tuple[bool, str]]:
     return [
         (trains and c.temperature == 0, f"--temperature 0 {same}; give a value above 0"),
         (trains and c.top_k == 1, f"--top-k 1 {same}; give 0 (all tokens) or 2 and more"),
+        (c.stage == "collect" and (c.temperature == 0 or c.top_k == 1),
+         "--stage collect with --temperature 0 or --top-k 1 would make all completions of a prompt "
+         "equal; give higher ones"),
         (c.eval_samples > 1 and c.temperature == 0,
          f"--eval-samples {c.eval_samples} at --temperature 0 would all be equal; give 1"),
     ]  # fmt: skip

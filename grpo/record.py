@@ -5,6 +5,7 @@
     completions/      samples of prompts, completions and rewards, never overwritten
     tensorboard/      the metrics again, a TensorBoard run a stage
     results.json      the evaluations
+    collected.jsonl   what --stage collect has found (grpo/collect.py writes it)
     curves.png        the metrics as a picture (grpo/curves.py draws it)
 """
 
@@ -31,7 +32,7 @@ from grpo.errors import UserError
 # The progress bar: the reward (SFT: the loss) comes first, then these. GRPO's loss says nothing.
 SHOWN = ("grad_norm", "reward_std", "kl", "completions/mean_length", "step_time")
 # A fresh run would take these for its own.
-PARTS = ("metrics.jsonl", "results.json", "checkpoints", "sft", "grpo")
+PARTS = ("metrics.jsonl", "results.json", "collected.jsonl", "checkpoints", "sft", "grpo")
 
 
 def check_output(run_dir: Path, resume: bool, needed_bytes: int = 0) -> None:
@@ -122,7 +123,7 @@ class Recorder:
             (self.run_dir / "completions").mkdir(exist_ok=True)
         except OSError as error:
             raise cannot_write(self.run_dir, error) from error
-        _write_aside(self.run_dir / "config.json", config_json)
+        write_aside(self.run_dir / "config.json", config_json)
         self._metrics = os.open(
             self.run_dir / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
         )
@@ -158,7 +159,7 @@ class Recorder:
             return
         last = position(*self.resume_at) if self.resume_at else (-2, 0)
         kept = [line for line, at in _lines(path) if position(at["stage"], at["step"]) <= last]
-        _write_aside(path, "".join(line + "\n" for line in kept))
+        write_aside(path, "".join(line + "\n" for line in kept))
 
     # -- during the run -------------------------------------------------------------------------
 
@@ -214,21 +215,21 @@ class Recorder:
                 return path
             number += 1
             path = path.with_name(f"{name}.{number}.jsonl")
-        _write_aside(path, text)
+        write_aside(path, text)
         return path
 
     def result(self, key: str, value: Any) -> None:
         """Set one entry of results.json, such as "after_sft"; the others stay."""
         path = self.run_dir / "results.json"
         results = {**read_results(self.run_dir), key: value}
-        _write_aside(path, json.dumps(results, indent=2) + "\n")
+        write_aside(path, json.dumps(results, indent=2) + "\n")
 
     def keep_results(self, names: Iterable[str]) -> None:
         """Leave only these entries in results.json: of the others, the run has gone back."""
         path, names, results = self.run_dir / "results.json", set(names), read_results(self.run_dir)
         if not names >= results.keys():
             kept = {name: value for name, value in results.items() if name in names}
-            _write_aside(path, json.dumps(kept, indent=2) + "\n")
+            write_aside(path, json.dumps(kept, indent=2) + "\n")
 
     def progress(self, stage: str, total: int, initial: int = 0) -> Progress:
         """A progress bar over the steps of a stage; initial: the steps done before a resume."""
@@ -320,7 +321,7 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _write_aside(path: Path, text: str) -> None:
+def write_aside(path: Path, text: str) -> None:
     """Replace the file at once or not at all; a file that has this content already is left."""
     if path.is_file() and path.read_bytes() == text.encode():
         return

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from grpo.checkpoint import STAGES
+from grpo.collect import collect_stage
 from grpo.config import Config, describe
 from grpo.distributed import from_first, is_first, process_group
 from grpo.errors import UserError
@@ -78,7 +79,8 @@ def run(config: Config, options, flags: set[str]) -> int:
                 this.recorder.curves()
             print(how_to_go_on(this))
             return 130
-        summarise(this)
+        if config.stage != "collect":
+            summarise(this)
     return 0
 
 
@@ -110,6 +112,8 @@ def stages_left(config: Config, checkpoint: Path | None) -> list[Callable[[Run],
     """The stages that config.stage names, without those that the folder shows as done."""
     folder = Path(config.output_dir)
     results = results_until(folder, checkpoint)
+    if config.stage == "collect":
+        return [collect_stage]  # it says itself if all is there
 
     def trained(name: str, steps: int) -> bool:
         return results.get(name, {}).get("step", -1) >= steps

@@ -17,6 +17,7 @@ import transformers
 from tqdm import tqdm
 
 from data import Example, Task, task_module
+from data.sft_file import read_sft_file
 from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.config import Config, changed_settings, from_json
 from grpo.distributed import local_world_size, world_size
@@ -99,6 +100,8 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     if config.model == SCRATCH and hasattr(module, "scratch_tokens"):
         tokens = module.scratch_tokens(options)
     task = module.load(options, config.seed, made_from_scratch(config.model))
+    if config.sft_data and "sft" in trained_stages(config):
+        task = replace(task, sft=read_sft_file(config.sft_data))
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
     check_filter(config, task, weights)
@@ -168,7 +171,7 @@ def checkpoint_bytes(config: Config, shape: ModelShape, weight_bytes: int) -> in
 def check_prompts(config: Config, task: Task, policy: Policy) -> None:
     """Refuse a prompt over max_prompt_length, since cutting it would change the question, one that
     the tokenizer cannot spell, a stage without examples, and answers that could never be right."""
-    stages = trained_stages(config)
+    stages, collects = trained_stages(config), config.stage == "collect"
     if "sft" in stages and not task.sft:
         raise UserError(
             f"--stage {config.stage}: the task {task.name} has no examples with targets to start "
@@ -176,10 +179,10 @@ def check_prompts(config: Config, task: Task, policy: Policy) -> None:
         )
     sets = {
         "SFT": task.sft if "sft" in stages else (),
-        "training": task.train if "grpo" in stages else (),
-        "held-out": task.evaluation[: config.eval_examples],
+        "training": task.train if "grpo" in stages or collects else (),
+        "held-out": () if collects else task.evaluation[: config.eval_examples],
     }
-    if "grpo" in stages and not task.train:
+    if ("grpo" in stages or collects) and not task.train:
         raise UserError(f"the task {task.name} has no training examples; give it some")
     for name, examples in sets.items():
         for i, example in _longest(examples):

@@ -239,6 +239,20 @@ def saved(folder):
 # -- the same run -------------------------------------------------------------------------------
 
 
+def test_two_ranks_collect_the_rows_of_one_process(server, model, tmp_path):
+    """The last batch is one prompt: a rank has none of it."""
+    flags = [*TINY, "--stage", "collect", "--model", model, "--collect-prompts", 49,
+             "--num-generations", 8, "--rollout-rows", 8]  # fmt: skip
+    for ranks in (1, 2):
+        folder = tmp_path / f"{ranks}"
+        found = server.run(*flags, "--output-dir", folder, ranks=ranks)
+        assert [status for status, _ in found] == [0] * ranks, found
+    one, two = tmp_path / "1", tmp_path / "2"
+    assert len((one / "collected.jsonl").read_text().splitlines()) > 1
+    for name in ("collected.jsonl", "collected.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
 def test_two_ranks_are_the_run_of_one_process_with_the_same_batch(one, two):
     """The same completions, since a row keeps its random numbers; the same advantages over the
     whole batch, the same denominators, and so the same weights."""
