@@ -48,6 +48,9 @@ class Task:
     is_correct: the judge of the evaluation, whatever the rewards say.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
+    reply: what the world answers to a completion, None where the episode is over: (text, example)
+        -> text. With --turns above 1 the policy then answers again; example.messages holds the
+        turns before, for the rewards and the judge too. None for a task of one turn.
     new_tokens: what --add-tokens adds to a pretrained tokenizer.
     draw: writes a picture of evaluated answers, (path, answers); None for no picture. An answer
         has .example, .text, .correct and .reason.
@@ -64,6 +67,7 @@ class Task:
     alarms: Callable[[Sequence[tuple[str, Example]]], list[str]] = lambda batch: []
     new_tokens: Sequence[str] = ()
     draw: Callable[[Path, Sequence[Any]], None] | None = None
+    reply: Callable[[str, Example], str | None] | None = None
 
 
 def task_names() -> list[str]:
