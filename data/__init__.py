@@ -45,6 +45,9 @@ class Task:
         reward does not apply. completion_text never holds the stop token. A reward that draws from
         a random generator of its own makes a resumed run differ from an undisturbed one.
     reward_weights: by name; a name that is absent weighs 1.
+    highest_rewards: the most that each reward function can give, by name, if one completion can
+        have it all; what --filter full-reward compares with. {} if that is not so, or not known.
+    accuracy: the reward function, from 0 to 1, that --filter accuracy averages; None: is_correct.
     is_correct: the judge of the evaluation, whatever the rewards say.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
@@ -63,6 +66,8 @@ class Task:
     is_correct: Callable[[str, Example], bool]
     sft: Sequence[Example] = ()
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    highest_rewards: Mapping[str, float] = field(default_factory=dict)
+    accuracy: str | None = None
     failure_reason: Callable[[str, Example], str] = lambda text, example: "wrong"
     alarms: Callable[[Sequence[tuple[str, Example]]], list[str]] = lambda batch: []
     new_tokens: Sequence[str] = ()

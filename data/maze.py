@@ -44,7 +44,7 @@ from data.maze_text import (
 )
 from grpo.config import option
 from grpo.errors import UserError
-from rewards.maze import CLOSE, MazeAnswer, answer_text, reward_functions
+from rewards.maze import CLOSE, MazeAnswer, answer_text, highest_rewards, reward_functions
 
 TARGETS = {"visual": visual_target, "direct": direct_target, "reset": reset_target}
 
@@ -153,6 +153,7 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
         sft=Examples(sft, options),
         evaluation=Examples(held_out, options),
         reward_functions=reward_functions(options.reward_mode, thinks),
+        highest_rewards=highest_rewards(options.reward_mode, thinks),
         is_correct=is_correct,
         failure_reason=failure_reason,
         alarms=alarms,

@@ -21,6 +21,7 @@ from rewards.gsm8k import (
     REASONING,
     REASONING_END,
     failure_reason,
+    highest_rewards,
     is_correct,
     reward_functions,
 )
@@ -144,6 +145,7 @@ def make_task(
         sft=train,
         evaluation=[make_example(p, turns) for p in held_out],
         reward_functions=reward_functions(options.reward_mode),
+        highest_rewards=highest_rewards(options.reward_mode),
         is_correct=is_correct,
         failure_reason=failure_reason,
         alarms=alarms,

@@ -80,7 +80,7 @@ class Config:
                                     positive=True)
     lora_targets: str = option("all-linear", "modules with LoRA: all-linear, or as q_proj,v_proj")
 
-    prompts_per_step: int = option(8, "prompts (groups) in one optimizer step", positive=True,
+    prompts_per_step: int = option(8, "prompts (groups) in one rollout", positive=True,
                                    section="sampling")
     completions_per_step: int | None = option(None, "another way to say prompts-per-step: "
                                               "prompts x num-generations", positive=True)
@@ -102,6 +102,18 @@ class Config:
     reward_timeout: float = option(10.0, "seconds a reward may take a completion; 0 = no limit",
                                    at_least=0)
 
+    filter: str = option("none", "which groups to learn from: none = all; else those of which the "
+                         "share at full reward, or the mean accuracy, is within the bounds",
+                         choices=("none", "full-reward", "accuracy"), section="filter")
+    filter_lower: float = option(0.1, "the lower bound", at_least=0, at_most=1)
+    filter_upper: float = option(0.9, "the upper bound", at_least=0, at_most=1)
+    filter_patience: int = option(20, "stop when no group was kept for so many steps in a row; "
+                                  "0 = never", at_least=0)
+    buffer_groups: int = option(0, "learn only when steps have kept so many groups, then from all "
+                                "of them; 0 = each step learns from its own", at_least=0)
+    buffer_updates: int = option(1, "optimizer steps on a full buffer, each on its own part; "
+                                 "num-iterations goes over all parts again", positive=True)
+
     loss_type: str = option("dapo", "how token losses are averaged",
                             choices=("grpo", "bnpo", "dr_grpo", "dapo"), section="loss")
     scale_rewards: str = option("group", "whose standard deviation divides the advantages",
@@ -118,7 +130,8 @@ class Config:
     mask_truncated_completions: bool = option(False, "leave out completions cut by the length")
     kl_on_zero_std_groups: bool = option(False, "keep the KL of groups whose rewards are all equal")
 
-    max_steps: int = option(500, "GRPO steps", positive=True, section="optimizer")
+    max_steps: int = option(500, "GRPO steps: rollouts, also those that only fill a buffer",
+                            positive=True, section="optimizer")
     learning_rate: float = option(1e-6, "peak learning rate of GRPO", positive=True)
     lr_scheduler: str = option("cosine", "after the warm-up",
                                choices=("cosine", "linear", "constant"))

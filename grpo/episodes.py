@@ -45,9 +45,9 @@ def play(
     uniforms: Tensor | None = None,
     on_finish: Callable[[int], None] = lambda rows: None,
 ) -> list[list[Episode]]:
-    """[P] prompts, those of the examples → [P][G] episodes of at most `turns` answers of max_new_tokens each.
+    """[P] prompts, those of the examples → [P][G] episodes.
 
-    An episode ends where the task has no reply, where an answer is cut by its length, and where
+    At most `turns` answers each, of max_new_tokens each. An episode ends where the task has no reply, where an answer is cut by its length, and where
     the next one would not fit the model's positions. uniforms: [P G, turns max_new_tokens].
     Everything else as in `generate`.
     """
@@ -113,9 +113,7 @@ def extended(
         token_ids=before.token_ids + heard + answer.token_ids,
         logprobs=before.logprobs + answer.logprobs,
         finish_reason=answer.finish_reason,
-        own=(before.own or [True] * len(before.token_ids))
-        + [False] * len(heard)
-        + [True] * len(answer.token_ids),
+        own=before.own_tokens() + [False] * len(heard) + answer.own_tokens(),
     )
     turn = [{"role": "assistant", "content": episode.text}, {"role": "user", "content": reply}]
     example = replace(episode.example, messages=[*episode.example.messages, *turn])

@@ -39,6 +39,10 @@ class Completion:
     finish_reason: str = ""  # "stop" or "length"
     own: list[bool] = field(default_factory=list)
 
+    def own_tokens(self) -> list[bool]:
+        """own, written out."""
+        return self.own or [True] * len(self.token_ids)
+
 
 @dataclass
 class _Prompt:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def refuse_impossible(config: Config) -> None:
     """Raise UserError for the first combination that cannot work."""
-    tables = (_group_problems, _model_problems, _sampling_problems, _loss_problems)
+    tables = (
+        _group_problems, _model_problems, _sampling_problems, _filter_problems, _loss_problems
+    )  # fmt: skip
     for impossible, why in (row for table in tables for row in table(config)):
         if impossible:
             raise UserError(why)
@@ -67,6 +69,28 @@ def _sampling_problems(c: Config) -> list[tuple[bool, str]]:
         (trains and c.top_k == 1, f"--top-k 1 {same}; give 0 (all tokens) or 2 and more"),
         (c.eval_samples > 1 and c.temperature == 0,
          f"--eval-samples {c.eval_samples} at --temperature 0 would all be equal; give 1"),
+    ]  # fmt: skip
+
+
+def _filter_problems(c: Config) -> list[tuple[bool, str]]:
+    prompts = c.prompts_per_step
+    if c.completions_per_step is not None:
+        prompts = c.completions_per_step // c.num_generations
+    return [
+        (c.filter_lower > c.filter_upper,
+         f"--filter-lower {c.filter_lower:g} is above --filter-upper {c.filter_upper:g}, so that "
+         "no group could be kept; exchange them"),
+        (c.buffer_groups > 0 and c.filter == "none",
+         "--buffer-groups gathers what a --filter keeps, and there is none; for more groups an "
+         "update give a higher --prompts-per-step"),
+        (c.buffer_updates > 1 and c.buffer_groups == 0,
+         "--buffer-updates are those of a full buffer; give --buffer-groups too"),
+        (c.buffer_updates > c.buffer_groups > 0,
+         f"--buffer-groups {c.buffer_groups} cannot be parted into --buffer-updates "
+         f"{c.buffer_updates}; lower that"),
+        (c.buffer_groups > c.max_steps * prompts,
+         f"--buffer-groups {c.buffer_groups} would never be full: --max-steps {c.max_steps} sample "
+         f"{c.max_steps * prompts} groups in all, {prompts} a step"),
     ]  # fmt: skip
 
 

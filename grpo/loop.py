@@ -21,6 +21,7 @@ tokens of its longest completion.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -31,11 +32,11 @@ from grpo.advantages import group_advantages
 from grpo.config import Config
 from grpo.distributed import add_up, gather, share
 from grpo.episodes import play
-from grpo.filtering import learnable_groups
+from grpo.filtering import kept_groups, mini_batch
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
-from grpo.metrics import Rollout, completion_rows, rollout_metrics, update_metrics
-from grpo.packing import PackedBatch, micro_batches
+from grpo.metrics import Rollout, completion_rows, logprob_gap, rollout_metrics, update_metrics
+from grpo.packing import PackedBatch
 from grpo.policy import Policy
 from grpo.sampling import Sampling
 from grpo.tokenizer import render_prompt
@@ -67,31 +68,34 @@ def train(
         rollout.rewards = weighted_sum(rollout.reward_table, weights, len(rollout.texts))
         rollout = rollout.of_all_ranks(examples)  # under torchrun each has done its share so far
 
+        # ---- Filter. Groups that are too easy or too hard are dropped if --filter says so. [P]
+        rollout.kept = kept_groups(rollout, task, weights, config)
+
         # ---- Advantage. A completion is as good as it is better than the rest of its group. [N]
-        advantages = group_advantages(
-            rollout.rewards, config.num_generations, config.scale_rewards
-        ).to(policy.device)
-        rollout.advantages = advantages.tolist()
+        rollout.advantages = group_advantages(
+            rollout.kept_rewards(), config.num_generations, config.scale_rewards
+        ).tolist()
         # Shown before the update: whatever fails in here costs no step that was trained.
         run.keep_completions(completion_rows(rollout))
         run.warn(task.alarms(list(zip(rollout.texts, rollout.examples, strict=True))))
 
-        # ---- Pack. A prompt once a group, no padding, and nothing that cannot teach.
-        groups, rows, tokens = learnable_groups(rollout, config)
-        own = groups[share(len(groups))]  # all of them, unless torchrun has started several ranks
-        batches = list(micro_batches(own, config.tokens_per_micro_batch, policy.device))
+        # ---- Pack. A prompt once a group, no padding, and nothing that cannot teach. One
+        # mini-batch, of this step's groups; with --buffer-groups none until enough have been kept.
+        due, run.buffer = run.buffer.add(rollout, config)
+        minis = [mini_batch(groups, config, policy.device) for groups in due]
 
-        # ---- Fix the old policy's and the reference's log-probs for the whole update. [n, C]
+        # ---- Fix the old policy's and the reference's log-probs for all updates. [n, C]
         update_started = time.perf_counter()
-        fixed = fixed_logprobs(policy, batches, config)
+        fixed = [fixed_logprobs(policy, mini.batches, config) for mini in minis]
 
-        # ---- Update. num_iterations optimizer steps on the same completions.
+        # ---- Update. An optimizer step a mini-batch, num_iterations times over.
         run.set_learning_rate(config.learning_rate, config.lr_scheduler)
         sums: dict[str, float] = {}
-        sampler_gap = 0.0
-        for iteration in range(config.num_iterations):
+        sampler_gap, grad_norm = 0.0, math.nan
+        updates = list(zip(minis, fixed, strict=True)) * config.num_iterations
+        for update, (mini, logprobs) in enumerate(updates):
             run.optimizer.zero_grad()
-            for batch, (old_logp, ref_logp) in zip(batches, fixed, strict=True):
+            for batch, (old_logp, ref_logp) in zip(mini.batches, logprobs, strict=True):
                 logp, entropy = completion_logprobs(
                     policy, batch, config.temperature, with_entropy=True
                 )
@@ -99,10 +103,10 @@ def train(
                     logp,
                     old_logp,
                     ref_logp,
-                    advantages[batch.rows],
+                    mini.advantages[batch.rows],
                     batch.mask,
-                    rows=rows,
-                    tokens=tokens,
+                    rows=mini.rows,
+                    tokens=mini.tokens,
                     beta=config.beta,
                     epsilon=config.epsilon,
                     epsilon_high=config.epsilon_high,
@@ -114,19 +118,21 @@ def train(
                 run.require_finite(loss, "loss")
                 loss.backward()
                 run.optimizer.accumulate()
-                if iteration == 0:
-                    sampler_gap = max(sampler_gap, rollout.logprob_gap(batch, logp.detach()))
+                if update == 0:
+                    gap = logprob_gap(mini.completions, batch, logp.detach())
+                    sampler_gap = max(sampler_gap, gap)
                 parts |= {"loss": loss.detach(), "entropy": entropy.sum()}
                 for name, value in parts.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
-            grad_norm = run.update() if groups else 0.0
+            grad_norm = run.update() if mini.learnable else 0.0
 
         # ---- Report.
         sums, sampler_gap = add_up(sums), max(gather(sampler_gap))
         now = time.perf_counter()
         run.finish_step(
             rollout_metrics(rollout, config.num_generations)
-            | update_metrics(sums, config.num_iterations)
+            | run.buffer.metrics(rollout, config)
+            | update_metrics(sums, len(updates))
             | {
                 "grad_norm": grad_norm,
                 "sampler_gap": sampler_gap,
@@ -186,7 +192,8 @@ def sample_group_completions(
 ) -> Rollout:
     """G completions of each of the P examples' prompts, as text for the rewards too.
 
-    With --turns above 1 a completion is an episode: the task replies, and the policy goes on. Under torchrun, of this rank's share of them, with the random numbers of its rows in the step.
+    With --turns above 1 a completion is an episode: the task replies, and the policy goes on.
+    Under torchrun, of this rank's share of them, with the random numbers of its rows in the step.
     """
     started = time.perf_counter()
     size, length, own = config.num_generations, config.max_episode_length, share(len(examples))
@@ -220,11 +227,11 @@ def sample_group_completions(
 def fixed_logprobs(policy: Policy, batches: list[PackedBatch], config: Config):
     """(old_logp, ref_logp) of every batch, [n, C] each, or None where not needed.
 
-    At one update a rollout the policy's own log-probs, detached, are the old ones; without a KL
-    term there is no reference to ask.
+    Where all is learned from in one update the policy's own log-probs, detached, are the old ones;
+    without a KL term there is no reference to ask.
     """
     old = reference = [None] * len(batches)
-    if config.num_iterations > 1:
+    if config.num_iterations * config.buffer_updates > 1:
         old = [completion_logprobs(policy, b, config.temperature)[0] for b in batches]
     if config.beta > 0:
         with policy.reference_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,12 +27,13 @@ class Rollout:
     seconds: float
     reward_table: dict[str, list[float | None]] = field(default_factory=dict)
     rewards: list[float | None] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)  # [P] by the filter
     advantages: list[float] = field(default_factory=list)
 
     def of_all_ranks(self, examples: list[Example]) -> Rollout:
         """The whole step, known to every rank, from each rank's share; examples: [P] of the step.
 
-        Before the advantages are set, since those may depend on the rewards of the whole step.
+        Before the filter and the advantages, which depend on the rewards of the whole step.
         """
         if world_size() == 1:
             return self
@@ -53,10 +54,10 @@ class Rollout:
             return [value for part in parts for value in part[name]]
 
         size = len(self.texts) // len(self.prompts)
-        asked = [e for e in examples for _ in range(size)]
+        asked = zip((e for e in examples for _ in range(size)), joined("messages"), strict=True)
         return Rollout(
             prompts=joined("prompts"),
-            examples=[replace(e, messages=m) for e, m in zip(asked, joined("messages"), strict=True)],
+            examples=[replace(example, messages=turns) for example, turns in asked],
             completions=[Completion(*c) for c in joined("completions")],
             texts=joined("texts"),
             seconds=max(part["seconds"] for part in parts),
@@ -67,19 +68,27 @@ class Rollout:
             rewards=joined("rewards"),
         )
 
-    def logprob_gap(self, batch: PackedBatch, logp: torch.Tensor) -> float:
-        """Largest |scorer - sampler| log-prob in a micro-batch: logp [n, C] before any update.
+    def kept_rewards(self) -> list[float | None]:
+        """The rewards, None in the groups that are dropped: they count in no mean or std. [N]"""
+        size = len(self.rewards) // len(self.kept)
+        return [r if self.kept[i // size] else None for i, r in enumerate(self.rewards)]
 
-        Rounding alone: about 1e-5 in float32, some 1e-1 at the worst in bfloat16 and a tenth of
-        that on average. More than that means that the generator and the training pass do not
-        compute the same model.
-        """
-        sampled = [p for row in batch.rows.tolist() for p in self.completions[row].logprobs]
-        return (logp[batch.mask] - torch.tensor(sampled, device=logp.device)).abs().max().item()
+
+def logprob_gap(
+    completions: Sequence[Completion], batch: PackedBatch, logp: torch.Tensor
+) -> float:
+    """Largest |scorer - sampler| log-prob in a micro-batch: logp [n, C] before any update.
+
+    completions: those that batch.rows are the indices of. Rounding alone: about 1e-5 in float32,
+    some 1e-1 at the worst in bfloat16 and a tenth of that on average. More than that means that the
+    generator and the training pass do not compute the same model.
+    """
+    sampled = [p for row in batch.rows.tolist() for p in completions[row].logprobs]
+    return (logp[batch.mask] - torch.tensor(sampled, device=logp.device)).abs().max().item()
 
 
 def rollout_metrics(rollout: Rollout, num_generations: int) -> dict[str, float]:
-    """Rewards and lengths of one step.
+    """Rewards and lengths of one step, of all its completions, whatever the filter keeps.
 
     reward_std is the mean of the groups' standard deviations (n - 1): what the advantages divide
     by. Completions that no reward function scored are left out.
@@ -106,18 +115,19 @@ def rollout_metrics(rollout: Rollout, num_generations: int) -> dict[str, float]:
     }
 
 
-def update_metrics(sums: dict[str, float], num_iterations: int) -> dict[str, float]:
-    """The loss of the step and means over the tokens that were learned from, from summed parts.
+def update_metrics(sums: dict[str, float], updates: int) -> dict[str, float]:
+    """The mean loss of the step's updates and means over the tokens that were learned from, from
+    summed parts.
 
     Without such a token the means are NaN, not 0: no group had a spread, as frac_reward_zero_std
-    tells, and nothing was measured.
+    tells, and nothing was measured. Nor was the loss, in a step without an update.
     """
 
     def share(part: str, whole: str) -> float:
         return sums[part] / sums[whole] if sums.get(whole) else math.nan
 
     return {
-        "loss": sums.get("loss", 0.0) / num_iterations,
+        "loss": sums.get("loss", 0.0) / updates if updates else math.nan,
         "kl": share("kl", "tokens"),
         "entropy": share("entropy", "tokens"),
         "clip_ratio/low_mean": share("clip_low", "ratios"),

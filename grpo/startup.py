@@ -21,6 +21,7 @@ from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.config import Config, changed_settings, from_json
 from grpo.distributed import local_world_size, world_size
 from grpo.errors import UserError
+from grpo.filtering import check_filter
 from grpo.memory import ModelShape, trainable_parameters
 from grpo.policy import Policy, load_shape
 from grpo.pretrained import pick_device
@@ -100,6 +101,11 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     task = module.load(options, config.seed, made_from_scratch(config.model))
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
+    check_filter(config, task, weights)
+    if config.turns > 1 and task.reply is None:
+        raise UserError(
+            f"--turns {config.turns}: the task {task.name} replies to no answer; leave it at 1"
+        )
     return task, tokens
 
 

@@ -26,6 +26,7 @@ from grpo.checkpoint import (
 from grpo.config import Config
 from grpo.distributed import any_rank, is_first, sum_gradients
 from grpo.errors import UserError
+from grpo.filtering import Buffer
 from grpo.interrupt import StopRequest
 from grpo.optimizer import Optimizer, learning_rate_at
 from grpo.policy import Policy
@@ -64,6 +65,7 @@ class Training:
     stop: StopRequest
     generator: torch.Generator  # of the sampling, on the CPU
     step: int = 0  # whole steps done
+    buffer: Buffer = field(default_factory=Buffer)  # of GRPO: kept groups that wait for more
     warned: set[str] = field(default_factory=set)
     saved_step: int = 0
     mid_step: bool = False  # whether the weights have moved since the last whole step
@@ -73,8 +75,7 @@ class Training:
         """The steps still to do, until the last or a request to stop; then saves."""
         with self.recorder.progress(self.stage, self.total_steps, self.step) as self.bar:
             while self.step < self.total_steps and not any_rank(self.stop.requested):
-                # A checkpoint always holds the state between two steps, also when one fails.
-                self.random_before = random_state({"sampling": self.generator})
+                self._remember()
                 yield self.step
         self.save()
 
@@ -82,11 +83,30 @@ class Training:
         """Count the step, write its line, and save where a checkpoint is due."""
         self.step += 1
         self.mid_step = False
-        self.random_before = random_state({"sampling": self.generator})
+        self._remember()
         self.recorder.metrics(self.stage, self.step, metrics)
         self.bar.step(metrics)
         if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
             self.save()
+        if self.buffer.barren(self.config):
+            self.save()
+            raise UserError(self._nothing_kept(metrics["reward"]))
+
+    def _remember(self) -> None:
+        """A checkpoint always holds the state between two steps, also when one fails."""
+        self.random_before = random_state({"sampling": self.generator})
+        self.buffer_before = self.buffer
+
+    def _nothing_kept(self, reward: float) -> str:
+        c = self.config
+        return (
+            f"step {self.step} of {self.stage}: --filter {c.filter} has kept no group for "
+            f"{c.filter_patience} steps (--filter-patience): none was between --filter-lower "
+            f"{c.filter_lower:g} and --filter-upper {c.filter_upper:g}, and the mean reward is "
+            f"{reward:.3g}. The prompts are too hard for the policy or too easy; the weights are "
+            "saved; to go on, with other bounds or more --num-generations: python train.py "
+            f"--resume {shlex.quote(str(self.recorder.run_dir))}"
+        )
 
     def keep_completions(self, rows: Iterable[dict]) -> None:
         """Write this step's completions where a sample is due: the first step, then every N."""
@@ -156,11 +176,13 @@ class Training:
             return
         if is_first():  # the others have the same state
             weights = {n: p.detach() for n, p in self.policy.trainable_parameters().items()}
+            waiting = self.buffer_before.state_tensors()
             save_checkpoint(
                 self.recorder.run_dir,
                 self.stage,
                 self.step,
-                {"model": weights, "optimizer": self.optimizer.state_tensors()},
+                {"model": weights, "optimizer": self.optimizer.state_tensors()}
+                | ({"buffer": waiting} if waiting else {}),
                 {"random": self.random_before, "warned": sorted(self.warned)},
                 self.config.keep_checkpoints,
             )
@@ -172,5 +194,6 @@ class Training:
         load_into(self.policy.trainable_parameters(), tensors["model"], str(checkpoint))
         self.optimizer.load_state_tensors(tensors["optimizer"])
         restore_random_state({"sampling": self.generator}, state["random"])
+        self.buffer = Buffer.of_state_tensors(tensors.get("buffer", {}))
         self.warned = set(state["warned"])
         self.step = self.saved_step = state["step"]

@@ -50,6 +50,15 @@ def reward_functions(mode: str) -> dict[str, RewardFunction]:
     return modes[mode]()
 
 
+def highest_rewards(mode: str) -> dict[str, float]:
+    """What a perfect answer earns of each. {} for verbatim: its strict format wants no line break
+    at the end, and its xml_count then charges the whole text."""
+    if mode != "documented":
+        return {}
+    formats = {"integer": 0.5, "strict_format": 0.5, "soft_format": 0.5, "xml_count": 0.5}
+    return {"correctness": 2.0, **formats}
+
+
 # ---------------------------------------------------------------------------------------------
 # The evaluation
 

@@ -69,6 +69,15 @@ def reward_functions(mode: str, thinks: bool = True) -> dict[str, RewardFunction
     return {name: functions[name] for name in ("correctness", "validity")}
 
 
+def highest_rewards(mode: str, thinks: bool = True) -> dict[str, float]:
+    """What a perfect answer earns of each. {} for verbatim, whose formats exclude one another, and
+    for v2, which pays by the length of the path."""
+    if mode != "documented":
+        return {}
+    formats = {"strict_format": 0.5, "soft_format": 0.5, "tags": 0.25} if thinks else {}
+    return {"correctness": 2.0, "validity": 0.5, **formats}
+
+
 # ---------------------------------------------------------------------------------------------
 # documented
 

@@ -316,6 +316,23 @@ def test_a_rank_without_anything_to_learn_takes_part_in_the_update(server, model
     assert_same_weights(tmp_path / "2", tmp_path / "1")
 
 
+def test_two_ranks_fill_the_same_buffer(server, model, tmp_path):
+    """Each judges its own completions; which groups are kept and when it is full is known to all.
+    2 prompts a step, of which an update of a full buffer of 3 or 4 leaves a rank one or none."""
+    filtered = ("--filter", "accuracy", "--filter-lower", 0, "--filter-upper", 1)
+    filtered += ("--buffer-groups", 3, "--buffer-updates", 2)
+    filtered += ("--prompts-per-step", 2, "--max-steps", 4)
+    for ranks in (1, 2):
+        flags = (*GRPO, "--model", model, *filtered, "--output-dir", tmp_path / str(ranks))
+        done = server.run(*flags, ranks=ranks, before=TELL_WEIGHTS)
+        assert [status for status, _ in done] == [0] * ranks, done
+    weights = [line for _, text in done for line in text.splitlines() if "weights " in line]
+    assert len(weights) == 2 and weights[0] == weights[1]  # to the last bit
+    assert [line["filter/buffer"] for line in lines(tmp_path / "2")] == [2, 0, 2, 0]
+    assert_same_lines(tmp_path / "2", tmp_path / "1")
+    assert_same_weights(tmp_path / "2", tmp_path / "1")
+
+
 # -- an end for all -----------------------------------------------------------------------------
 
 # What goes wrong in the second step, on one rank only.

@@ -25,14 +25,16 @@ from tiny import (
     weights_of,
 )
 
+import grpo.filtering
 import grpo.loop
 from data import Example
-from grpo.advantages import zero_std_groups
+from grpo.advantages import group_advantages, zero_std_groups
+from grpo.filtering import learnable_groups, scored_groups
 from grpo.generate import Completion
 from grpo.logprobs import completion_logprobs
-from grpo.loop import fixed_logprobs, learnable_groups, train
+from grpo.loop import fixed_logprobs, train
 from grpo.loss import kl_k3
-from grpo.metrics import Rollout
+from grpo.metrics import Rollout, logprob_gap
 from grpo.packing import Group, micro_batches, pack
 from grpo.policy import load_policy
 
@@ -212,7 +214,7 @@ def test_at_the_first_step_kl_is_0_and_every_ratio_is_1(saved_model, monkeypatch
     # With loss_type grpo the advantages of a group add up to nothing, so the loss does too.
     assert abs(loss.item()) < 1e-6
     for batch, logp in gaps[:3]:  # old, reference, first update
-        assert rollout.logprob_gap(batch, logp) < 1e-4
+        assert logprob_gap(rollout.completions, batch, logp) < 1e-4
         assert torch.equal(logp, gaps[0][1]), "old, reference and policy agree to the last bit"
     assert losses[1][1]["kl"] > 0, "and after an update they do not"
     assert run.recorder.lines[0]["kl"] > 0
@@ -402,13 +404,19 @@ def rollout_of(rewards, lengths=None, cut=()):
         texts=[""] * 6,
         seconds=1.0,
         rewards=rewards,
+        kept=[True, True],
+        advantages=group_advantages(rewards, 3).tolist(),
     )
+
+
+def learnable(rollout, config):
+    return learnable_groups(scored_groups(rollout), config)
 
 
 def test_groups_without_spread_count_in_the_denominators():
     """Left out of the totals they would make the others' steps larger, the fewer there are."""
     config = settings(num_generations=3)
-    groups, rows, tokens = learnable_groups(rollout_of([1.0, 1.0, 1.0, 0.0, 1.0, 0.0]), config)
+    groups, rows, tokens = learnable(rollout_of([1.0, 1.0, 1.0, 0.0, 1.0, 0.0]), config)
     assert [g.rows for g in groups] == [[3, 4, 5]]
     assert (rows, tokens) == (6, 12)
 
@@ -416,11 +424,11 @@ def test_groups_without_spread_count_in_the_denominators():
 def test_cut_completions_leave_numerator_and_denominator():
     config = settings(num_generations=3, mask_truncated_completions=True)
     rewards = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    groups, rows, tokens = learnable_groups(rollout_of(rewards, cut=(2, 3, 4, 5)), config)
+    groups, rows, tokens = learnable(rollout_of(rewards, cut=(2, 3, 4, 5)), config)
     assert [g.rows for g in groups] == [[0, 1]] and (rows, tokens) == (2, 3)
     assert [len(c) for c in groups[0].completions] == [1, 2]
     config.mask_truncated_completions = False
-    groups, rows, tokens = learnable_groups(rollout_of(rewards, cut=(2, 3, 4, 5)), config)
+    groups, rows, tokens = learnable(rollout_of(rewards, cut=(2, 3, 4, 5)), config)
     assert [g.rows for g in groups] == [[0, 1, 2], [3, 4, 5]] and (rows, tokens) == (6, 12)
 
 
@@ -431,7 +439,7 @@ def test_a_step_whose_completions_are_all_cut_changes_nothing():
 
 def test_groups_are_by_index_never_by_text():
     """Two equal prompts in one step: merged by their text, each would judge the other's rows."""
-    groups, _, _ = learnable_groups(
+    groups, _, _ = learnable(
         rollout_of([1.0, 0.0, 1.0, 5.0, 4.0, 5.0]), settings(num_generations=3)
     )
     assert [g.rows for g in groups] == [[0, 1, 2], [3, 4, 5]]
@@ -469,7 +477,7 @@ def test_training_never_encodes_a_completion_again(monkeypatch):
         seen.extend(c for g in groups for c in g.completions)
         return micro_batches(groups, *args)
 
-    monkeypatch.setattr(grpo.loop, "micro_batches", watched)
+    monkeypatch.setattr(grpo.filtering, "micro_batches", watched)
     config = settings(num_generations=32)
     _, (rollout,) = run_steps(policy, letters_task(odd_reward), config, monkeypatch)
     assert seen == [c.token_ids for c in rollout.completions]

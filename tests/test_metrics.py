@@ -8,7 +8,14 @@ import torch
 
 from data import Example
 from grpo.generate import Completion
-from grpo.metrics import Rollout, completion_rows, mean, rollout_metrics, update_metrics
+from grpo.metrics import (
+    Rollout,
+    completion_rows,
+    logprob_gap,
+    mean,
+    rollout_metrics,
+    update_metrics,
+)
 from grpo.packing import Group, pack
 
 
@@ -59,7 +66,7 @@ def test_sums_of_micro_batches_become_means_over_tokens():
     """A mean of the micro-batches' means, or the last one's value, is a known mistake."""
     sums = {"loss": 0.6, "kl": 3.0, "entropy": 12.0, "tokens": 24, "clip_low": 2, "clip_high": 6,
             "ratios": 8}  # fmt: skip
-    assert update_metrics(sums, num_iterations=2) == {
+    assert update_metrics(sums, updates=2) == {
         "loss": 0.3,  # of one update; the other sums run over both, like their denominators
         "kl": 0.125,
         "entropy": 0.5,
@@ -73,6 +80,7 @@ def test_where_nothing_was_measured_there_is_no_0():
     metrics = update_metrics({}, 3)
     assert metrics.pop("loss") == 0
     assert len(metrics) == 4 and all(math.isnan(value) for value in metrics.values())
+    assert all(math.isnan(value) for value in update_metrics({}, 0).values())
 
 
 def test_kept_completions_are_json_with_their_prompt():
@@ -96,9 +104,9 @@ def test_the_gap_of_sampler_and_scorer_is_that_of_the_same_rows():
     batch = pack([Group([4], [[5] * 6], [3]), Group([3], [[5] * 2], [1])], "cpu")
     logp = torch.full(batch.mask.shape, 99.0)
     logp[0], logp[1, :2] = -2.0, -1.0
-    assert rollout.logprob_gap(batch, logp) == 0
+    assert logprob_gap(rollout.completions, batch, logp) == 0
     logp[1, 1] = -1.25
-    assert rollout.logprob_gap(batch, logp) == 0.25
+    assert logprob_gap(rollout.completions, batch, logp) == 0.25
 
 
 def test_mean_of_nothing_is_0():

@@ -50,6 +50,7 @@ def state_of(run):
     return {
         **weights_of(run.policy),
         **{f"optimizer/{n}": t for n, t in run.optimizer.state_tensors().items()},
+        **{f"buffer/{n}": t for n, t in run.buffer.state_tensors().items()},
         "sampling": run.generator.get_state(),
         "step": torch.tensor(run.step),
     }
@@ -72,10 +73,16 @@ TASK = letters_task(share_of("e"), ["a", "bc", "d", "ef", "g"])  # 5: epochs end
 # ---- resume --------------------------------------------------------------------------------------
 
 
+# 3 groups a step, all kept: 9 wait after step 3, and step 4 learns from 12.
+BUFFER = {
+    "filter": "accuracy", "filter_lower": 0.0, "filter_upper": 1.0, "buffer_groups": 12,
+    "buffer_updates": 2,
+}  # fmt: skip
 RUNS = {
     "full": ({}, {}),
     "full with a reference": ({"beta": 0.1}, {}),
     "lora": ({"beta": 0.1, "num_iterations": 2}, {"lora_rank": 4}),
+    "buffer": (BUFFER, {}),
     "bfloat16": ({"weight_decay": 0.1}, {"dtype": "bfloat16"}),
     "8 bit": ({"optimizer": "adamw_8bit"}, {"lora_rank": 4}),
     "sft": ({}, {}),
@@ -96,7 +103,7 @@ def test_stopped_and_resumed_is_the_run_without_a_stop(base, tmp_path, name):
     first = fresh(base, tmp_path / "parts", config, stage, **policy_settings)
     start = state_of(first)
     go(first, TASK, until=3)
-    assert first.step == 3
+    assert first.step == 3 and len(first.buffer.groups) == (9 if name == "buffer" else 0)
     second = fresh(base, tmp_path / "parts", config, stage, **policy_settings)
     assert_same(state_of(second), state_of(first))
     go(second, TASK)
@@ -259,6 +266,44 @@ def test_a_number_that_is_not_finite_is_not_trained_on(base, tmp_path, monkeypat
     whole = fresh(base, tmp_path / "whole", config)
     go(whole, TASK)
     assert_same(state_of(again), state_of(whole))
+
+
+def test_a_step_that_fails_gives_the_groups_it_took_from_the_buffer_back(
+    base, tmp_path, monkeypatch
+):
+    """Saved as the failing step had left it, empty: what four steps had gathered was lost."""
+    config = settings(max_steps=6, **BUFFER)
+    run = fresh(base, tmp_path / "parts", config)
+    spoil_the_loss(run, monkeypatch, step=3)
+    with pytest.raises(UserError, match="step 4 of grpo: the loss is nan.*step 3 are saved"):
+        grpo.loop.train(run.policy, TASK, config, run)
+    monkeypatch.undo()
+    again = fresh(base, tmp_path / "parts", config)
+    assert len(again.buffer.groups) == 9
+    go(again, TASK)
+    whole = fresh(base, tmp_path / "whole", config)
+    go(whole, TASK)
+    assert_same(state_of(again), state_of(whole))
+
+
+@pytest.mark.parametrize("patience", [2, 0])
+def test_an_empty_stretch_ends_with_one_line_and_goes_on_from_its_checkpoint(
+    base, tmp_path, patience
+):
+    """Every answer is wrong, nothing is learned, and the run sampled on to its end for a night."""
+    task = letters_task(share_of("e"), is_correct=lambda text, example: False)
+    config = settings(max_steps=5, filter="accuracy", filter_patience=patience)
+    if not patience:
+        go(run := fresh(base, tmp_path, config), task)
+        assert run.step == 5 and run.buffer.barren_steps == 5
+        return
+    for step in (2, 4):  # a resumed run is given as many steps again
+        run = fresh(base, tmp_path, config)
+        with pytest.raises(UserError, match="kept no group for 2 steps") as caught:
+            grpo.loop.train(run.policy, task, config, run)
+        assert "--filter-lower 0.1" in str(caught.value) and "\n" not in str(caught.value)
+        assert find_checkpoint(tmp_path)[0].name == f"grpo-step-{step:06d}"
+        assert [line["filter/dropped"] for line in run.recorder.lines] == [3, 3]
 
 
 def test_a_spoilt_first_step_says_that_nothing_was_trained(base, tmp_path, monkeypatch):
