@@ -88,7 +88,7 @@ class Training:
         self.bar.step(metrics)
         if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
             self.save()
-        if self.buffer.barren(self.config):
+        if self.buffer.barren(self.config) and self.step < self.total_steps:
             self.save()
             raise UserError(self._nothing_kept(metrics["reward"]))
 

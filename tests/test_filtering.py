@@ -69,19 +69,19 @@ def test_a_group_is_kept_by_its_share_of_full_rewards(rewards, bounds, kept):
 
 
 def test_full_reward_is_of_the_functions_that_apply_with_their_weights():
-    """0.1 three times is not 0.3 in floating point, and still full."""
-    task = letters_task(odd_reward, highest_rewards={"a": 0.1, "b": 2.0})
-    table, weights = {"a": [0.1, 0.1], "b": [None, 1.0]}, {"a": 3.0}
+    """0.3 is less than 0.1 + 0.2 in floating point, and still full."""
+    task = letters_task(odd_reward, highest_rewards={"a": 0.1 + 0.2, "b": 2.0})
+    table, weights = {"a": [0.3, 0.3], "b": [None, 1.0]}, {"a": 3.0}
     assert keeps(judged(table, weights), task, weights, filter="full-reward")  # 1 of 2
     assert not keeps(judged(table, {"b": 0.0}), task, {"b": 0.0}, filter="full-reward")  # both
 
 
 def test_accuracy_is_the_reward_that_the_task_names_or_else_its_judge():
-    table = {"format": [0.5] * 4, "prefix": [0.1, 0.3, 0.0, 0.0]}
+    table = {"format": [0.5] * 4, "prefix": [0.1, 0.2, 0.3, 0.0]}  # their sum is a bit over 0.6
     named = letters_task(odd_reward, accuracy="prefix")
     asked = []
     judge = letters_task(odd_reward, is_correct=lambda t, e: asked.append(t) or t in "012")
-    for task, mean in ((named, 0.1), (judge, 0.75)):
+    for task, mean in ((named, 0.15), (judge, 0.75)):
         kept_by = {(0.0, 1.0): True, (mean, mean): True, (mean + 0.01, 1.0): False}
         for (lower, upper), kept in {**kept_by, (0.0, mean / 2): False}.items():
             limits = {"filter_lower": lower, "filter_upper": upper}
@@ -130,7 +130,7 @@ def test_all_that_waits_is_due_at_once_when_there_is_enough():
         return Rollout([[i] for i in range(len(kept))], [], rows, [], 1.0, kept=list(kept),
                        advantages=[1.0] * len(kept))  # fmt: skip
 
-    config = settings(num_generations=1, buffer_groups=5, buffer_updates=3)
+    config = settings(num_generations=1, buffer_groups=6, buffer_updates=3)
     due, buffer = Buffer().add(rollout(True, False, True), config)
     assert due == [] and [g.prompt for g in buffer.groups] == [[0], [2]]
     for barren in (1, 2):

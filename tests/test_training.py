@@ -292,18 +292,16 @@ def test_an_empty_stretch_ends_with_one_line_and_goes_on_from_its_checkpoint(
 ):
     """Every answer is wrong, nothing is learned, and the run sampled on to its end for a night."""
     task = letters_task(share_of("e"), is_correct=lambda text, example: False)
-    config = settings(max_steps=5, filter="accuracy", filter_patience=patience)
-    if not patience:
-        go(run := fresh(base, tmp_path, config), task)
-        assert run.step == 5 and run.buffer.barren_steps == 5
-        return
-    for step in (2, 4):  # a resumed run is given as many steps again
+    config = settings(max_steps=6, filter="accuracy", filter_patience=patience)
+    for step in (2, 4) if patience else ():  # a resumed run is given as many steps again
         run = fresh(base, tmp_path, config)
         with pytest.raises(UserError, match="kept no group for 2 steps") as caught:
             grpo.loop.train(run.policy, task, config, run)
         assert "--filter-lower 0.1" in str(caught.value) and "\n" not in str(caught.value)
         assert find_checkpoint(tmp_path)[0].name == f"grpo-step-{step:06d}"
         assert [line["filter/dropped"] for line in run.recorder.lines] == [3, 3]
+    go(run := fresh(base, tmp_path, config), task)
+    assert run.step == 6 and run.buffer.barren_steps == 6, "the end is no empty stretch"
 
 
 def test_a_spoilt_first_step_says_that_nothing_was_trained(base, tmp_path, monkeypatch):
