@@ -45,11 +45,11 @@ def play(
     uniforms: Tensor | None = None,
     on_finish: Callable[[int], None] = lambda rows: None,
 ) -> list[list[Episode]]:
-    """[P] prompts, those of the examples → [P][G] episodes.
+    """[P] prompts, those of the examples → [P][G] episodes of at most `turns` answers.
 
-    At most `turns` answers each, of max_new_tokens each. An episode ends where the task has no reply, where an answer is cut by its length, and where
-    the next one would not fit the model's positions. uniforms: [P G, turns max_new_tokens].
-    Everything else as in `generate`.
+    Each is of max_new_tokens at most. An episode ends where the task has no reply, where an answer
+    is cut by its length, and where the next one would not fit the model's positions. uniforms:
+    [P G, turns max_new_tokens]. Everything else as in `generate`.
     """
     groups = generate(
         policy,
