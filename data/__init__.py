@@ -55,6 +55,9 @@ class Task:
         name follow, by the numbers in their names.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
+    reply: what the world answers to a completion, None where the episode is over: (text, example)
+        -> text. With --turns above 1 the policy then answers again; example.messages holds the
+        turns before, for the rewards and the judge too. None for a task of one turn.
     new_tokens: what --add-tokens adds to a pretrained tokenizer.
     draw: writes a picture of evaluated answers, (path, answers); None for no picture. An answer
         has .example, .text, .correct and .reason.
@@ -75,6 +78,7 @@ class Task:
     draw: Callable[[Path, Sequence[Any]], None] | None = None
     is_correct_lenient: Callable[[str, Example], bool] | None = None
     levels: Sequence[str] = ()
+    reply: Callable[[str, Example], str | None] | None = None
 
 
 def task_names() -> list[str]:

@@ -31,6 +31,8 @@ def row_of(index: int, answer: Answer) -> dict[str, Any]:
         "tokens": answer.tokens,
         "samples_correct": answer.samples_correct,
     }
+    if answer.turns:
+        row["turns"] = answer.turns
     if answer.correct_lenient is not None:
         row["correct_lenient"] = answer.correct_lenient
         row["samples_correct_lenient"] = answer.samples_correct_lenient
@@ -48,6 +50,7 @@ def answer_of(row: Mapping[str, Any], example: Example) -> Answer:
         samples_correct=row["samples_correct"],
         correct_lenient=row.get("correct_lenient"),
         samples_correct_lenient=row.get("samples_correct_lenient", 0),
+        turns=row.get("turns", []),
     )
 
 

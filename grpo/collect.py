@@ -26,19 +26,19 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import Example, Task
+from data import Task
 from grpo.checkpoint import STAGES, folder_position
 from grpo.config import Config
-from grpo.distributed import from_first, gather, is_first, share
+from grpo.distributed import from_first, is_first
+from grpo.episodes import Episode, play
 from grpo.errors import UserError
-from grpo.generate import Completion, generate
-from grpo.interrupt import Stopped
+from grpo.interrupt import shared_out
 from grpo.policy import Policy
 from grpo.record import write_aside
 from grpo.sampling import Sampling
 from grpo.scratch import SCRATCH
 from grpo.stages import AFTER_GRPO, AFTER_SFT, MODEL, STAGE, Run, open_recorder, start_policy
-from grpo.tokenizer import completion_text, render_prompt
+from grpo.tokenizer import render_prompt
 
 ROWS, COUNT = "collected.jsonl", "collected.json"
 FULL_BATCHES = 4  # a batch is so many times the rows decoded together: then its tail costs little
@@ -123,76 +123,65 @@ def collect(
               leave=False, mininterval=every) as bar:  # fmt: skip
         while tally.prompts < total:
             places = range(tally.prompts, min(tally.prompts + batch, total))
-            found = of_all_ranks(lambda own: sample(policy, task, config, own, on_finish), places)
-            keep(folder, tally, found)
+            rows = shared_out(lambda own: sample(policy, task, config, own, on_finish), places)
+            keep(folder, tally, [Found(**row) for row in rows])
             bar.set_postfix_str(f"{tally.solved} of {tally.prompts} solved", refresh=False)
             bar.update(tally.prompts * size - bar.n)  # under torchrun, those of the other ranks
     return tally
 
 
-def of_all_ranks(work: Callable[[range], list[Found]], places: range) -> list[Found]:
-    """What work(a rank's places) gives, of all ranks in order; all raise Stopped if one does."""
-    own = places[share(len(places))]
-    try:
-        found = [asdict(f) for f in (work(own) if own else [])]
-    except Stopped:
-        found = None
-    parts = gather(found)
-    if None in parts:
-        raise Stopped
-    return [Found(**values) for part in parts for values in part]
-
-
 def sample(
     policy: Policy, task: Task, config: Config, places: range, on_finish: Callable[[int], None]
-) -> list[Found]:
-    """G completions of each of these training prompts, judged."""
+) -> list[dict]:
+    """G completions of each of these training prompts, judged: the fields of Found."""
     examples = [task.train[i] for i in places]
-    groups = generate(
+    groups = play(
         policy,
+        task,
         [render_prompt(policy.tokenizer, e.messages, config.prompt_format) for e in examples],
+        examples,
         config.num_generations,
         config.max_completion_length,
         Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
+        turns=config.turns,
+        prompt_format=config.prompt_format,
         max_rows=config.rollout_rows,
         on_finish=on_finish,
         uniforms=torch.cat([random_numbers(config, i) for i in places]),
     )
-    return [pick(policy, task, config, e, g) for e, g in zip(examples, groups, strict=True)]
+    return [asdict(pick(task, config, group)) for group in groups]
 
 
 def random_numbers(config: Config, place: int) -> torch.Tensor:
     """[G, C], one a token of a prompt's completions."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + place)
-    return torch.rand(config.num_generations, config.max_completion_length, generator=generator)
+    return torch.rand(config.num_generations, config.max_episode_length, generator=generator)
 
 
-def pick(
-    policy: Policy, task: Task, config: Config, example: Example, completions: list[Completion]
-) -> Found:
-    """One of the right answers that end by themselves, by --collect-keep."""
-    right, cut, whole = 0, 0, []
-    for completion in completions:
-        text = completion_text(policy.tokenizer, completion.token_ids, policy.stop_token_ids)
-        if text.strip() and task.is_correct(text, example):
-            right += 1
-            if completion.finish_reason == "stop":
-                whole.append((len(completion.token_ids), text))
-            else:
-                cut += 1
+def pick(task: Task, config: Config, episodes: list[Episode]) -> Found:
+    """One of the right answers that end by themselves, by --collect-keep.
+
+    Of an episode of several turns it is the last answer, and the turns before are its prompt.
+    """
+    right = [e for e in episodes if e.text.strip() and task.is_correct(e.text, e.example)]
+    whole = [e for e in right if e.completion.finish_reason == "stop"]
+    cut = len(right) - len(whole)
     if not whole:
-        return Found(None, right, cut)
-    shortest = config.collect_keep == "shortest"
-    tokens, text = min(whole, key=lambda answer: answer[0]) if shortest else whole[0]
+        return Found(None, len(right), cut)
+
+    def tokens(episode: Episode) -> int:
+        return len(episode.completion.logprobs)
+
+    best = min(whole, key=tokens) if config.collect_keep == "shortest" else whole[0]
     row = {
-        "prompt": example.messages,
-        "completion": text,
-        "level": example.level,
-        "tokens": tokens,
-        "right": right,
-        "of": len(completions),
+        "prompt": best.example.messages,
+        "completion": best.text,
+        "level": best.example.level,
+        "tokens": tokens(best),
+        "right": len(right),
+        "of": len(episodes),
     }
-    return Found(row, right, cut)
+    return Found(row, len(right), cut)
 
 
 # ---- the files -----------------------------------------------------------------------------------

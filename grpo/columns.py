@@ -187,7 +187,7 @@ def answer_now(model: Path, config: Any, options: Any) -> Column:
     prepare_cpu(config.threads)
     task, scratch_tokens = load_task(config, options)
     policy = load_policy(config, scratch_tokens, task.new_tokens, with_reference=False)
-    check_supported(policy, config.max_prompt_length + config.max_completion_length)
+    check_supported(policy, config.max_prompt_length + config.max_episode_length)
     check_prompts(config, task, policy)
     examples = task.evaluation[: config.eval_examples]
     with tqdm(total=len(examples), desc=str(model), unit="row", leave=False) as bar:
@@ -197,6 +197,7 @@ def answer_now(model: Path, config: Any, options: Any) -> Column:
             examples,
             max_new_tokens=config.max_completion_length,
             prompt_format=config.prompt_format,
+            turns=config.turns,
             max_rows=config.rollout_rows,
             on_finish=bar.update,
         )

@@ -22,6 +22,7 @@ from typing import Any
 from grpo.columns import Column, columns_of
 from grpo.errors import UserError
 from grpo.flags import FlagParser, with_dashes
+from grpo.interval import wilson_interval
 from grpo.page import around, element, page, table, write_page
 
 GAINED, LOST, BOTH_RIGHT, BOTH_WRONG = "gained", "lost", "both right", "both wrong"
@@ -82,8 +83,6 @@ def mcnemar(gained: int, lost: int) -> float:
 
 def share_with_interval(correct: int, count: int) -> str:
     """A share and its 95% interval, as 91.5% (86.8–94.6)."""
-    from grpo.evaluate import wilson_interval  # not above: torch comes with it, and takes seconds
-
     low, high = wilson_interval(correct, count)
     return f"{correct / max(count, 1):.1%} ({100 * low:.1f}–{100 * high:.1f})"
 

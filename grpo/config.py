@@ -89,6 +89,8 @@ class Config:
     max_prompt_length: int = option(512, "longest prompt in tokens; a longer one is refused",
                                     positive=True)
     max_completion_length: int = option(512, "longest completion in tokens", positive=True)
+    turns: int = option(1, "answers an episode: above 1 the task replies and the policy goes on, "
+                        "each answer of max-completion-length at most", positive=True)
     temperature: float = option(1.0, "of sampling; all log-probs are of the scaled logits",
                                 at_least=0)
     top_k: int = option(0, "sample among the k likeliest tokens; 0 = all", at_least=0)
@@ -168,6 +170,11 @@ class Config:
     eval_every: int = option(0, "GRPO steps between evaluations; 0 = before and after only",
                              at_least=0)
     # fmt: on
+
+    @property
+    def max_episode_length(self) -> int:
+        """The policy's own tokens in all turns of an episode, at most."""
+        return self.turns * self.max_completion_length
 
     def weights_of_rewards(self) -> dict[str, float]:
         """--reward-weights "correctness=2,format=0.5" as a dict; empty where it is not given."""

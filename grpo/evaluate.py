@@ -6,7 +6,6 @@ pass@k stand beside the strict ones.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from data import Example, Task
-from grpo.distributed import gather, share, world_size
-from grpo.generate import Completion, generate
-from grpo.interrupt import Stopped
+from grpo.distributed import world_size
+from grpo.episodes import Episode, play
+from grpo.interrupt import shared_out
+from grpo.interval import wilson_interval
 from grpo.policy import Policy
 from grpo.sampling import Sampling
-from grpo.tokenizer import completion_text, render_prompt
+from grpo.tokenizer import render_prompt
 
 OUT_OF_TOKENS = "ran out of tokens"
 CHUNK = 64  # prompts a rank, or what fills the generator: the work that a kill can lose
@@ -30,7 +30,8 @@ CHUNK = 64  # prompts a rank, or what fills the generator: the work that a kill 
 class Answer:
     """An example, the model's greedy completion and, for pass@k, how many samples were right.
 
-    correct_lenient: what the lenient judge says; None where the task has none.
+    correct_lenient: what the lenient judge says; None where the task has none. turns: what was said
+    between the prompt and the text, as a chat, if the episode had several turns.
     """
 
     example: Example
@@ -41,6 +42,7 @@ class Answer:
     samples_correct: int = 0
     correct_lenient: bool | None = None
     samples_correct_lenient: int = 0
+    turns: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -128,21 +130,6 @@ def by_number(levels: Iterable[str]) -> list[str]:
     return sorted(levels, key=lambda level: [int(n) for n in re.findall("[0-9]+", level)])
 
 
-def wilson_interval(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95% interval of a share (Wilson 1927), sensible at 0 and 1 too.
-
-    >>> [round(x, 3) for x in wilson_interval(180, 200)]
-    [0.851, 0.934]
-    """
-    if not count:
-        return 0.0, 1.0
-    share = correct / count
-    middle = share + z * z / (2 * count)
-    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
-
-
 def evaluate(
     policy: Policy,
     task: Task,
@@ -152,6 +139,7 @@ def evaluate(
     prompt_format: str,
     max_rows: int,
     samples: int = 1,
+    turns: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
     on_finish: Callable[[int], None] = lambda rows: None,
@@ -160,6 +148,8 @@ def evaluate(
 ) -> Evaluation:
     """Answer every example greedily; with samples > 1 also draw that many for pass@k.
 
+    turns: answers an episode, see grpo/episodes.py; the last one is judged.
+
     done: answers to the first examples, from an evaluation that was stopped; the others are
     computed. on_answers gets them in their order, some at a time, as soon as they are known.
 
@@ -167,7 +157,7 @@ def evaluate(
     Stopped together if `on_finish` did so on one.
     """
     # A uniform number a token: those of an example do not depend on the number of ranks.
-    shape = (len(examples), samples if samples > 1 else 0, max_new_tokens)
+    shape = (len(examples), samples if samples > 1 else 0, turns * max_new_tokens)
     uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
     def answer(places: range) -> list[tuple]:
@@ -175,51 +165,45 @@ def evaluate(
         chunk = [examples[i] for i in places]
         prompts = [render_prompt(policy.tokenizer, e.messages, prompt_format) for e in chunk]
 
-        def complete(group: int, sampling: Sampling) -> list[list[Completion]]:
+        def complete(group: int, sampling: Sampling) -> list[list[Episode]]:
             rows = uniforms[places.start : places.stop].flatten(0, 1) if group > 1 else None
-            return generate(policy, prompts, group, max_new_tokens, sampling, max_rows=max_rows,
-                            on_finish=on_finish, uniforms=rows)  # fmt: skip
+            return play(policy, task, prompts, chunk, group, max_new_tokens, sampling, turns=turns,
+                        prompt_format=prompt_format, max_rows=max_rows, on_finish=on_finish,
+                        uniforms=rows)  # fmt: skip
 
-        drawn: list[list[Completion]] = [[] for _ in chunk]
+        drawn: list[list[Episode]] = [[] for _ in chunk]
         if samples > 1:
             drawn = complete(samples, Sampling(temperature))
-        greedy = complete(1, Sampling(0.0))
         found = []
-        for example, (completion,), sampled in zip(chunk, greedy, drawn, strict=True):
-            text, correct, reason, lenient = _judge(policy, task, example, completion)
-            verdicts = [_judge(policy, task, example, c) for c in sampled]
-            row = (text, correct, reason, len(completion.token_ids), sum(v[1] for v in verdicts))
-            if lenient is not None:
-                row += (lenient, sum(v[3] for v in verdicts))
-            found.append(row)
+        greedy = complete(1, Sampling(0.0))
+        for example, (episode,), sampled in zip(chunk, greedy, drawn, strict=True):
+            correct, reason, lenient = _judge(task, episode)
+            verdicts = [_judge(task, e) for e in sampled]
+            tokens = len(episode.completion.logprobs)  # the policy's own
+            row = (episode.text, correct, reason, tokens, sum(v[0] for v in verdicts), lenient)
+            right_lenient = sum(bool(v[2]) for v in verdicts)
+            before = episode.example.messages[len(example.messages) :]
+            found.append((*row, right_lenient, before))
         return found
 
     answers = list(done)
     chunk = max(CHUNK, max_rows) * world_size()
     while places := range(len(examples))[len(answers) : len(answers) + chunk]:
-        own = places[share(len(places))]
-        try:
-            found = answer(own) if own else []
-        except Stopped:
-            found = None
-        parts = gather(found)
-        if None in parts:
-            raise Stopped
-        rows = [row for part in parts for row in part]
+        rows = shared_out(answer, places)
         new = [Answer(examples[i], *row) for i, row in zip(places, rows, strict=True)]
         on_answers(new)
         answers += new
     return Evaluation(answers, samples, task.levels)
 
 
-def _judge(policy, task, example, completion) -> tuple[str, bool, str, bool | None]:
-    """The fields text, correct, reason and correct_lenient of an Answer."""
-    text = completion_text(policy.tokenizer, completion.token_ids, policy.stop_token_ids)
+def _judge(task: Task, episode: Episode) -> tuple[bool, str, bool | None]:
+    """The fields correct, reason and correct_lenient of an Answer."""
+    text, example = episode.text, episode.example
     lenient = task.is_correct_lenient and bool(task.is_correct_lenient(text, example))
     if task.is_correct(text, example):
-        return text, True, "", lenient
-    cut = completion.finish_reason == "length"
-    return text, False, OUT_OF_TOKENS if cut else task.failure_reason(text, example), lenient
+        return True, "", lenient
+    cut = episode.completion.finish_reason == "length"
+    return False, OUT_OF_TOKENS if cut else task.failure_reason(text, example), lenient
 
 
 def table(evaluations: dict[str, dict]) -> str:

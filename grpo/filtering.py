@@ -180,6 +180,7 @@ class Buffer:
             "token_ids": joined([c.token_ids for c in completions]),
             "lengths": torch.tensor([len(c.token_ids) for c in completions]),
             "logprobs": joined([c.logprobs for c in completions], torch.float64),
+            "own": joined([c.own_tokens() for c in completions], torch.bool),
             "stopped": torch.tensor([c.finish_reason == "stop" for c in completions]),
         }
 
@@ -194,8 +195,12 @@ class Buffer:
             return [list(islice(values, int(length))) for length in tensors[lengths]]
 
         ends = ["stop" if stopped else "length" for stopped in tensors["stopped"]]
-        ids, logprobs = cut("token_ids", "lengths"), cut("logprobs", "lengths")
-        completions = map(Completion, ids, logprobs, ends)
+        ids, own = cut("token_ids", "lengths"), cut("own", "lengths")
+        logprobs = iter(tensors["logprobs"].tolist())
+        completions = (
+            Completion(tokens, list(islice(logprobs, sum(mine))), end, [] if all(mine) else mine)
+            for tokens, mine, end in zip(ids, own, ends, strict=True)
+        )
         prompts, advantages = cut("prompts", "prompt_lengths"), cut("advantages", "sizes")
         groups = [
             ScoredGroup(prompt, list(islice(completions, len(own))), own)
@@ -251,8 +256,9 @@ def learnable_groups(
                 continue
             group.completions.append(completion.token_ids)
             group.rows.append(row)
+            group.own.append(completion.own_tokens())
             rows += 1
-            tokens += len(completion.token_ids)
+            tokens += len(completion.logprobs)
         if group.rows and (keeps_kl or any(scored.advantages)):
             learnable.append(group)
     return learnable, rows, tokens

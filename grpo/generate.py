@@ -28,11 +28,20 @@ PREFILL_TOKENS = 16_384  # prompts are computed together up to this many tokens,
 
 @dataclass
 class Completion:
-    """Token ids up to and including the stop token, and the sampler's log-prob of each."""
+    """Token ids up to and including the stop token, and the sampler's log-prob of each.
+
+    own: for an episode of several turns (grpo/episodes.py), which tokens are the policy's and not
+    the world's; logprobs has those alone. Empty where all of them are.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""  # "stop" or "length"
+    own: list[bool] = field(default_factory=list)
+
+    def own_tokens(self) -> list[bool]:
+        """own, written out."""
+        return self.own or [True] * len(self.token_ids)
 
 
 @dataclass

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable
+from typing import TypeVar
 
-from grpo.distributed import any_rank, is_first
+from grpo.distributed import any_rank, gather, is_first, share
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -51,3 +55,19 @@ class StopRequest:
         with contextlib.suppress(OSError):
             if is_first():
                 os.write(2, b"\nfinishing this step, then saving (once more to quit at once)\n")
+
+
+def shared_out(work: Callable[[range], list[T]], places: range) -> list[T]:
+    """What work(a rank's share of the places) gives, of all ranks in order, on every rank.
+
+    Raises Stopped on all of them if work did so on one.
+    """
+    own = places[share(len(places))]
+    try:
+        found = work(own) if own else []
+    except Stopped:
+        found = None
+    parts = gather(found)
+    if None in parts:
+        raise Stopped
+    return [value for part in parts for value in part]

@@ -31,15 +31,15 @@ from data import Example, Task
 from grpo.advantages import group_advantages
 from grpo.config import Config
 from grpo.distributed import add_up, gather, share
+from grpo.episodes import play
 from grpo.filtering import kept_groups, mini_batch
-from grpo.generate import generate
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
 from grpo.metrics import Rollout, completion_rows, logprob_gap, rollout_metrics, update_metrics
 from grpo.packing import PackedBatch
 from grpo.policy import Policy
 from grpo.sampling import Sampling
-from grpo.tokenizer import completion_text, render_prompt
+from grpo.tokenizer import render_prompt
 from grpo.training import Training, step_indices
 from rewards import score, weighted_sum
 
@@ -58,7 +58,7 @@ def train(
         # ---- Sample. G completions of each prompt, written by the policy as it is now.
         indices = step_indices(step, config.prompts_per_step, len(task.train), config.seed)
         examples = [task.train[i] for i in indices]
-        rollout = sample_group_completions(policy, config, examples, run.generator)
+        rollout = sample_group_completions(policy, task, config, examples, run.generator)
 
         # ---- Reward. Plain functions of the text; the weighted sum counts. [N]
         rollout.reward_table = score(
@@ -113,7 +113,7 @@ def train(
                     delta=config.delta,
                     loss_type=config.loss_type,
                     importance_sampling_level=config.importance_sampling_level,
-                    max_completion_length=config.max_completion_length,
+                    max_completion_length=config.max_episode_length,
                 )
                 run.require_finite(loss, "loss")
                 loss.backward()
@@ -188,35 +188,37 @@ def grpo_loss(
 
 
 def sample_group_completions(
-    policy: Policy, config: Config, examples: list[Example], generator: torch.Generator
+    policy: Policy, task: Task, config: Config, examples: list[Example], generator: torch.Generator
 ) -> Rollout:
     """G completions of each of the P examples' prompts, as text for the rewards too.
 
+    With --turns above 1 a completion is an episode: the task replies, and the policy goes on.
     Under torchrun, of this rank's share of them, with the random numbers of its rows in the step.
     """
     started = time.perf_counter()
-    size, length, own = config.num_generations, config.max_completion_length, share(len(examples))
+    size, length, own = config.num_generations, config.max_episode_length, share(len(examples))
     uniforms = torch.rand(len(examples), size, length, generator=generator)  # one a token
     examples = examples[own]
     prompts = [render_prompt(policy.tokenizer, e.messages, config.prompt_format) for e in examples]
-    groups = generate(
+    groups = play(
         policy,
+        task,
         prompts,
+        examples,
         size,
-        length,
+        config.max_completion_length,
         Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
+        turns=config.turns,
+        prompt_format=config.prompt_format,
         max_rows=config.rollout_rows,
         uniforms=uniforms[own].flatten(0, 1),
     )
-    completions = [completion for group in groups for completion in group]  # [N], groups in order
+    episodes = [episode for group in groups for episode in group]  # [N], groups in order
     return Rollout(
         prompts=prompts,
-        examples=[e for e in examples for _ in range(size)],
-        completions=completions,
-        texts=[
-            completion_text(policy.tokenizer, c.token_ids, policy.stop_token_ids)
-            for c in completions
-        ],
+        examples=[e.example for e in episodes],
+        completions=[e.completion for e in episodes],
+        texts=[e.text for e in episodes],
         seconds=time.perf_counter() - started,
     )
 

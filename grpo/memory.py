@@ -75,7 +75,7 @@ def tokens_per_step(config: Config) -> dict[str, int]:
     """
     rows = config.prompts_per_step * config.num_generations
     prompt = config.prompts_per_step * config.max_prompt_length
-    completion = rows * config.max_completion_length
+    completion = rows * config.max_episode_length
     return {
         "prompts": config.prompts_per_step,
         "completions": rows,
@@ -172,7 +172,7 @@ def _cache(shape: ModelShape, config: Config) -> int:
     In a rollout the prompt is held once a group. An evaluation is the worst case: every row has a
     prompt of its own, and there is room for twice as many prompts as rows (see grpo/generate.py).
     """
-    tokens = config.rollout_rows * (2 * config.max_prompt_length + config.max_completion_length)
+    tokens = config.rollout_rows * (2 * config.max_prompt_length + config.max_episode_length)
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens
 
 
@@ -203,8 +203,8 @@ def _activations(shape: ModelShape, config: Config, compute_bytes: int) -> float
 
 def _micro_batch(config: Config) -> int:
     """Tokens of the largest one: a row that is over the budget is a micro-batch by itself."""
-    row = config.max_prompt_length + config.max_completion_length
-    rows = config.num_generations * config.max_completion_length
+    row = config.max_prompt_length + config.max_episode_length
+    rows = config.num_generations * config.max_episode_length
     whole_step = config.prompts_per_step * (config.max_prompt_length + rows)
     return min(max(config.tokens_per_micro_batch, row), whole_step)
 

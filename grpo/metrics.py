@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,12 +37,13 @@ class Rollout:
         """
         if world_size() == 1:
             return self
-        rows = [[c.token_ids, c.logprobs, c.finish_reason] for c in self.completions]
+        rows = [[c.token_ids, c.logprobs, c.finish_reason, c.own] for c in self.completions]
         parts = gather(
             {
                 "prompts": self.prompts,
                 "completions": rows,
                 "texts": self.texts,
+                "messages": [e.messages for e in self.examples],
                 "seconds": self.seconds,
                 "reward_table": self.reward_table,
                 "rewards": self.rewards,
@@ -53,9 +54,10 @@ class Rollout:
             return [value for part in parts for value in part[name]]
 
         size = len(self.texts) // len(self.prompts)
+        asked = zip((e for e in examples for _ in range(size)), joined("messages"), strict=True)
         return Rollout(
             prompts=joined("prompts"),
-            examples=[e for e in examples for _ in range(size)],
+            examples=[replace(example, messages=turns) for example, turns in asked],
             completions=[Completion(*c) for c in joined("completions")],
             texts=joined("texts"),
             seconds=max(part["seconds"] for part in parts),
@@ -96,7 +98,7 @@ def rollout_metrics(rollout: Rollout, num_generations: int) -> dict[str, float]:
         [r for r in rollout.rewards[i : i + num_generations] if r is not None]
         for i in range(0, len(rollout.rewards), num_generations)
     ]
-    lengths = [len(c.token_ids) for c in rollout.completions]
+    lengths = [len(c.logprobs) for c in rollout.completions]  # the policy's own tokens
     metrics = {
         "reward": mean(scored),
         "reward_std": mean(statistics.stdev(g) for g in groups if len(g) > 1),
@@ -139,7 +141,7 @@ def completion_rows(rollout: Rollout) -> list[dict]:
         {
             "prompt": rollout.examples[i].messages,
             "completion": rollout.texts[i],
-            "tokens": len(rollout.completions[i].token_ids),
+            "tokens": len(rollout.completions[i].logprobs),
             "finish_reason": rollout.completions[i].finish_reason,
             "rewards": {name: values[i] for name, values in rollout.reward_table.items()},
             "reward": rollout.rewards[i],

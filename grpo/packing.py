@@ -13,7 +13,8 @@ predicted but predicts nothing, so it is left out of the input.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 
@@ -26,23 +27,34 @@ PADDING = 2
 
 @dataclass
 class Group:
-    """One prompt and some of its completions; `rows` are their indices in the whole step's rows."""
+    """One prompt and some of its completions; `rows` are their indices in the whole step's rows.
+
+    own: for each completion, which of its tokens are learned from; empty for all of them.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
     rows: list[int]
+    own: list[list[bool]] = field(default_factory=list)
+
+    def learned(self) -> list[list[bool]]:
+        """own, written out."""
+        return self.own or [[True] * len(c) for c in self.completions]
 
 
 @dataclass
 class PackedBatch:
-    """T packed tokens that predict M completion tokens of n rows, the longest of C tokens."""
+    """T packed tokens that predict M completion tokens of n rows, the longest of C tokens.
+
+    What a completion holds that the policy did not write is among the T, and not among the M.
+    """
 
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T], counted anew in every row: a completion follows its prompt
     layout: PackedLayout
     source: torch.Tensor  # [M] the place in T whose hidden state predicts the token
     targets: torch.Tensor  # [M] the completion tokens, the stop token included
-    mask: torch.Tensor  # [n, C] bool, True on completion tokens
+    mask: torch.Tensor  # [n, C] bool, True on completion tokens that are learned from
     rows: torch.Tensor  # [n] index of each row in the whole step
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
@@ -56,6 +68,7 @@ def pack(groups: Sequence[Group], device: torch.device | str, common: int = 0) -
     without them, then all completions in order."""
     prompts = [g.prompt[common:] for g in groups]
     completions = [c for g in groups for c in g.completions]
+    own = [mine for g in groups for mine in g.learned()]
     of_prompt = [i for i, g in enumerate(groups) for _ in g.completions]
     tokens = groups[0].prompt[:common] + [t for p in prompts for t in p]
     positions = [*range(common), *(common + i for p in prompts for i in range(len(p)))]
@@ -63,15 +76,16 @@ def pack(groups: Sequence[Group], device: torch.device | str, common: int = 0) -
     for prompt in prompts:
         end += len(prompt)
         prompt_end.append(end - 1)
-    source = []
-    for completion, prompt in zip(completions, of_prompt, strict=True):
+    source, targets = [], []
+    for completion, mine, prompt in zip(completions, own, of_prompt, strict=True):
         start, length = len(tokens), len(completion) - 1
-        source.append(prompt_end[prompt])
-        source.extend(range(start, start + length))
+        source.extend(compress([prompt_end[prompt], *range(start, start + length)], mine))
+        targets.extend(compress(completion, mine))
         tokens.extend(completion[:-1])
         first = common + len(prompts[prompt])
         positions.extend(range(first, first + length))
-    lengths = torch.tensor([len(c) for c in completions])
+    widest = max(len(mine) for mine in own)
+    mask = torch.tensor([mine + [False] * (widest - len(mine)) for mine in own])
     return PackedBatch(
         input_ids=torch.tensor([tokens], device=device),
         position_ids=torch.tensor([positions], device=device),
@@ -83,8 +97,8 @@ def pack(groups: Sequence[Group], device: torch.device | str, common: int = 0) -
             common=common,
         ),
         source=torch.tensor(source, device=device),
-        targets=torch.tensor([t for c in completions for t in c], device=device),
-        mask=(torch.arange(int(lengths.max())) < lengths[:, None]).to(device),
+        targets=torch.tensor(targets, device=device),
+        mask=mask.to(device),
         rows=torch.tensor([r for g in groups for r in g.rows], device=device),
     )
 
@@ -106,7 +120,8 @@ def micro_batches(
     for group in groups:
         part: Group | None = None
         prompt = len(group.prompt) - common
-        for completion, row in zip(group.completions, group.rows, strict=True):
+        columns = zip(group.completions, group.rows, group.learned(), strict=True)
+        for completion, row, own in columns:
             larger = size.with_row(len(completion), prompt if part is None else None)
             if batch and not larger.within(token_budget):
                 yield pack(batch, device, common)
@@ -117,6 +132,7 @@ def micro_batches(
                 batch.append(part)
             part.completions.append(completion)
             part.rows.append(row)
+            part.own.append(own)
             size = larger
     if batch:
         yield pack(batch, device, common)

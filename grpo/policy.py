@@ -275,7 +275,7 @@ def scratch_model(
     """
     if tokens is None:
         raise UserError("--model scratch: this task has no vocabulary for it; give a model")
-    longest = config.max_prompt_length + config.max_completion_length
+    longest = config.max_prompt_length + config.max_episode_length
     tokenizer = scratch_tokenizer(tokens)
     model_config = LlamaConfig(
         vocab_size=len(tokenizer),

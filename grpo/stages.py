@@ -144,7 +144,7 @@ def start_policy(this: Run, config: Config, with_reference: bool) -> Policy:
     """The policy that these settings describe, checked."""
     tokens, new_tokens = this.scratch_tokens, this.task.new_tokens
     policy = load_policy(config, tokens, new_tokens, with_reference=with_reference)
-    check_supported(policy, config.max_prompt_length + config.max_completion_length)
+    check_supported(policy, config.max_prompt_length + config.max_episode_length)
     if not this.prompts_checked:  # the stages of a run share their tokenizer
         check_prompts(config, this.task, policy)
         this.prompts_checked = True
@@ -271,6 +271,7 @@ def how_to_judge(this: Run, tokens: int | None = None) -> dict:
         "max_new_tokens": tokens or config.max_completion_length,
         "prompt_format": config.prompt_format,
         "samples": config.eval_samples,
+        "turns": config.turns,
         "temperature": config.temperature,
         "seed": config.seed,
     }

@@ -105,6 +105,10 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
     check_filter(config, task, weights)
+    if config.turns > 1 and task.reply is None:
+        raise UserError(
+            f"--turns {config.turns}: the task {task.name} replies to no answer; leave it at 1"
+        )
     return task, tokens
 
 

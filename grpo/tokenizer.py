@@ -94,6 +94,29 @@ def _plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
 
 
+def encode_reply(
+    tokenizer: PreTrainedTokenizerBase, reply: str, prompt_format: str
+) -> list[int]:
+    """What stands between an assistant's turn, its stop token included, and its next one.
+
+    The reply as a user's turn, and the opening of the assistant's, as the chat template writes
+    them. "plain": the reply between blank lines.
+    """
+    if prompt_format == "plain":
+        return tokenizer(f"\n\n{reply}\n\n", add_special_tokens=False).input_ids
+    said = "assistant-content"
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": reply},
+    ]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    rest, stop = text.partition(said)[2], end_of_turn(tokenizer)
+    if stop is not None:
+        rest = rest.partition(tokenizer.convert_ids_to_tokens(stop))[2]
+    return tokenizer(rest, add_special_tokens=False).input_ids
+
+
 def encode_target(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a completion that supervised fine-tuning imitates; no special token is added."""
     return tokenizer(text, add_special_tokens=False).input_ids

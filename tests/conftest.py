@@ -170,6 +170,7 @@ def build_config(**changes):
         "lora_targets": "all-linear",
         "max_prompt_length": 16,
         "max_completion_length": 16,
+        "max_episode_length": 16,
         "beta": 0.04,
         "gradient_checkpointing": False,
     }

@@ -11,7 +11,8 @@ from tiny import TEMPLATE, letters_task, policy_of, tiny_policy
 import grpo.evaluate
 from data import Example
 from grpo.errors import UserError
-from grpo.evaluate import OUT_OF_TOKENS, Answer, Evaluation, evaluate, table, wilson_interval
+from grpo.evaluate import OUT_OF_TOKENS, Answer, Evaluation, evaluate, table
+from grpo.interval import wilson_interval
 
 
 def example(prompt, answer, level=""):

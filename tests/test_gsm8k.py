@@ -319,6 +319,11 @@ def test_a_run_of_all_stages(small, saved_model, tmp_path, monkeypatch):
         assert f"rewards/{name}/mean" in steps[-1]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["after_grpo"]["levels"]["1 step"]["examples"] == 2
+    assert len(results["start"]["accuracy_lenient_95"]) == 2
+    rows = (tmp_path / "run" / "evaluations" / "after_grpo.jsonl").read_text().splitlines()
+    kept = [json.loads(row) for row in rows]
+    assert [row["index"] for row in kept] == [0, 1]
+    assert all({"correct_lenient", "answer"} <= row.keys() for row in kept)
 
 
 # ---------------------------------------------------------------------------------------------
