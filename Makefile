@@ -12,10 +12,11 @@ BENCH_MODEL ?= models/SmolLM2-135M-Instruct
 PEERS ?= trl vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench bench-peers bench-gpu clean
+.PHONY: help train data test lint bench bench-peers bench-gpu clean
 
 help:
 	@echo "make train TASK=maze ARGS=...  set up $(VENV) and train (ARGS: flags of train.py)"
+	@echo "make data TASK=alfred          fetch what a task needs (alfred, gsm8k) into the cache"
 	@echo "make test                      set up $(VENV) and run the tests"
 	@echo "make lint                      ruff"
 	@echo "make bench                     each benchmark prints one JSON line"
@@ -26,6 +27,10 @@ help:
 
 train: $(READY)
 	$(RUN) train.py --task $(TASK) $(ARGS)
+
+data: $(READY)
+	@test -f data/$(TASK)_files.py || { echo "the task $(TASK) needs no data"; exit 1; }
+	$(RUN) -m data.$(TASK)_files
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(TEST_WORKERS) $(ARGS)

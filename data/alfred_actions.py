@@ -44,7 +44,9 @@ _OBJECTS = {
 }
 
 VERBS: tuple[str, ...] = tuple(_OBJECTS)
-ACTIONS: tuple[str, ...] = tuple(f"{verb} {name}" for verb in VERBS for name in _OBJECTS[verb].split())
+ACTIONS: tuple[str, ...] = tuple(
+    f"{verb} {name}" for verb in VERBS for name in _OBJECTS[verb].split()
+)
 ACTION_IDS: dict[str, int] = {name: index for index, name in enumerate(ACTIONS)}
 
 
