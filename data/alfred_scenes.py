@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from data.alfred_actions import objects, split_action
 from data.alfred_files import NO_OPERATION, Trajectory
-from data.household_world import FLOOR, KNIVES, START, STATIONS, Goal, World, household
+from data.household_goals import Goal
+from data.household_world import FLOOR, KNIVES, START, STATIONS, World, household
 
 # What one can go to that stays where it is; all else that one goes to can be picked up.
 PLACES = frozenset(objects("goto")) - frozenset(objects("pickup"))

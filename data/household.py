@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from data import Example, Task
 from data.alfred_prompt import chat, listing, write_answer
+from data.household_goals import run_plan
 from data.household_tasks import HouseTask, RandomTasks, held_out_tasks
 from data.household_text import (
     describe,
@@ -26,7 +27,7 @@ from data.household_text import (
     short_scene,
     short_tokens,
 )
-from data.household_world import execute, reason_kind, run_plan
+from data.household_world import execute, reason_kind
 from grpo.config import option
 from grpo.errors import UserError
 from rewards import alfred

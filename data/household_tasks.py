@@ -12,18 +12,8 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from data.alfred_actions import objects
-from data.household_world import (
-    KNIVES,
-    LAMPS,
-    NARROW,
-    STATIONS,
-    TASK_TYPES,
-    VESSELS,
-    Goal,
-    World,
-    household,
-    run_plan,
-)
+from data.household_goals import TASK_TYPES, Goal, run_plan
+from data.household_world import KNIVES, LAMPS, NARROW, STATIONS, VESSELS, World, household
 
 # By room: where things can be put, and what is found there.
 _ROOMS = {

@@ -10,6 +10,7 @@ The short form is a line a place, a vessel with something in it, the hand and th
 from __future__ import annotations
 
 from data.alfred_actions import ACTIONS, VERBS, split_action
+from data.household_goals import Goal
 from data.household_tasks import ROOMS, HouseTask
 from data.household_world import (
     CLEAN,
@@ -17,7 +18,6 @@ from data.household_world import (
     HOT,
     REASONS,
     SLICED,
-    Goal,
     State,
     Thing,
     World,

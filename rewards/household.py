@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 from data import Example, RewardFunction
 from data.alfred_actions import ACTIONS
+from data.household_goals import Outcome, run_plan
 from data.household_tasks import HouseTask
-from data.household_world import Outcome, World, execute, run_plan
+from data.household_world import World, execute
 from grpo.errors import UserError
 from rewards import alfred
 

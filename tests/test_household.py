@@ -12,9 +12,10 @@ import pytest
 from data import Example, household, task_module
 from data.alfred_actions import ACTION_IDS
 from data.household import Options, alarms, feedback, load, make_example, resolve, scratch_tokens
+from data.household_goals import TASK_TYPES, Goal, run_plan
 from data.household_tasks import HouseTask, RandomTasks, held_out_tasks, random_task
 from data.household_text import PHRASES, WORDS
-from data.household_world import LAMPS, REASONS, TASK_TYPES, Goal, reason_kind, run_plan
+from data.household_world import LAMPS, REASONS, reason_kind
 from grpo.errors import UserError
 from rewards.household import MODES, HouseAnswer, outcome, planned, reward_functions
 

@@ -12,7 +12,8 @@ import pytest
 
 from data.alfred_files import Annotation, Trajectory, read_split
 from data.alfred_scenes import goal_of, learn_rooms, read_plan, steps_of, world_of
-from data.household_world import FLOOR, Outcome, act, reason_kind, run_plan
+from data.household_goals import Outcome, run_plan
+from data.household_world import FLOOR, act, reason_kind
 
 SPLITS = ("train", "valid_seen", "valid_unseen")
 

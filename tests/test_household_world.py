@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from data.alfred_actions import ACTIONS
+from data.household_goals import Goal, run_plan
 from data.household_world import (
     MOST_ACTIONS,
     MOST_STATES,
     REASONS,
-    Goal,
     act,
     execute,
     household,
     reason_kind,
-    run_plan,
 )
 
 PLACES = ["countertop", "desk", "desklamp", "fridge", "microwave", "sinkbasin", "sofa"]
