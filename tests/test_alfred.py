@@ -32,7 +32,7 @@ from data.alfred_files import (
     plan_actions,
     read_split,
 )
-from data.alfred_prompt import INSTRUCTIONS, SHAPE, listing, write_answer
+from data.alfred_prompt import INSTRUCTIONS, SHAPE, listing, observe, write_answer
 from grpo.config import parse
 from grpo.errors import UserError
 from rewards.alfred import FIELDS, is_correct
@@ -118,8 +118,8 @@ def test_the_ids_are_blocks_a_verb_and_alphabetical_inside():
 
 
 def test_an_object_that_is_empty_is_the_one_last_picked_up_even_when_it_was_put_down():
-    plan = [["PickupObject", "Cup"], ["PutObject", "cup", "desk"], ["HeatObject", ""], ["NoOp"]]
-    assert plan_actions(plan) == ("pickup cup", "put cup", "heat cup")
+    plan = [["PickupObject", "Cup"], ["PutObject", "pen", "cup"], ["HeatObject", ""], ["NoOp"]]
+    assert plan_actions(plan) == ("pickup cup", "put pen", "heat cup")
     assert plan_actions([["CleanObject", ""], ["CoolObject"]]) == ("clean", "cool")
 
 
@@ -191,6 +191,7 @@ def test_the_prompt_says_what_is_done_and_what_follows_from_it():
         "Goal: Shelve the pen.\nDone: goto desk, pickup pen, goto shelf\n"
         "Observation: At the shelf, with the pen in hand.",
     ]
+    assert observe(by_step[3].answer.done + ("put pen",)) == "At the shelf, with nothing in hand."
     (system,) = {e.messages[0]["content"] for e in task.train}
     assert system == f"{INSTRUCTIONS}\n{listing(ACTIONS)}"
     assert tuple(json.loads(SHAPE)) == FIELDS
