@@ -90,7 +90,7 @@ DEFAULTS = {
         "scratch_heads": 4,
         "max_prompt_length": 96,
         "max_completion_length": 64,
-        "sft_steps": 700,
+        "sft_steps": 1200,
         "sft_batch_size": 32,
         "sft_learning_rate": 2e-3,
         "sft_lr_scheduler": "constant",
