@@ -17,10 +17,11 @@ CHOSEN := $(filter --model% --preset% --resume%,$(ARGS))
 MODEL := $(if $(CHOSEN),,$(if $(filter $(TASK),$(WORDS)),$(SMOLLM2)))
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench bench-peers bench-gpu clean
+.PHONY: help train data test lint bench bench-peers bench-gpu clean
 
 help:
 	@echo "make train TASK=maze ARGS=...  set up $(VENV) and train (ARGS: flags of train.py)"
+	@echo "make data TASK=alfred          fetch what a task needs (alfred, gsm8k) into the cache"
 	@echo "make test                      set up $(VENV) and run the tests"
 	@echo "make lint                      ruff"
 	@echo "make bench                     each benchmark prints one JSON line"
@@ -31,6 +32,10 @@ help:
 
 train: $(READY) | $(MODEL)
 	$(RUN) train.py --task $(TASK) $(MODEL:%=--model %) $(ARGS)
+
+data: $(READY)
+	@test -f data/$(TASK)_files.py || { echo "the task $(TASK) needs no data"; exit 1; }
+	$(RUN) -m data.$(TASK)_files
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(TEST_WORKERS) $(ARGS)

@@ -170,3 +170,11 @@ def compare(split: Split, content: bytes, problems: int) -> str:
     if found != split.sha256:
         return f"sha256 {found[:12]}…, not {split.sha256[:12]}…"
     return ""
+
+
+if __name__ == "__main__":  # make data TASK=gsm8k
+    try:
+        for published in SPLITS.values():
+            print(f"{downloaded_file(published)}: {published.problems:,} problems")
+    except UserError as error:
+        sys.exit(f"error: {error}")

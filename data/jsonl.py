@@ -53,6 +53,6 @@ def text_field(record: dict[str, Any], name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
         raise UserError(f'there is no "{name}" with a text in this record')
-    if any("\ud800" <= c <= "\udfff" for c in text):
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f'its "{name}" has half a surrogate pair, which is no character')
     return text
