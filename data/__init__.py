@@ -51,6 +51,8 @@ class Task:
     is_correct: the judge of the evaluation, whatever the rewards say.
     is_correct_lenient: a second judge that forgives the form, reported beside the first; None for
         none.
+    measures: what the evaluation reports beside the accuracy, as means over all and by level: by
+        name, (text, example) -> number.
     levels: the levels of the examples in the order of the evaluation table; those that it does not
         name follow, by the numbers in their names.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
@@ -77,6 +79,7 @@ class Task:
     new_tokens: Sequence[str] = ()
     draw: Callable[[Path, Sequence[Any]], None] | None = None
     is_correct_lenient: Callable[[str, Example], bool] | None = None
+    measures: Mapping[str, Callable[[str, Example], float]] = field(default_factory=dict)
     levels: Sequence[str] = ()
     reply: Callable[[str, Example], str | None] | None = None
 

@@ -17,17 +17,22 @@ from data import Example, Task
 from data.alfred_actions import ACTION_IDS, split_action
 from data.alfred_files import Annotation, Trajectory, read_split
 from data.alfred_prompt import chat, listing, observe, write_answer
+from data.alfred_scenes import Room, learn_rooms
 from grpo.config import option
 from grpo.errors import UserError
 from rewards.alfred import (
+    HIGHEST,
     MODES,
     PLAN,
     GoldPlan,
     failure_reason,
+    goal_conditions,
     is_correct,
+    prefix_score,
     read_answer,
     read_plan,
     reward_functions,
+    task_success,
 )
 
 EVALUATED = {
@@ -52,8 +57,9 @@ class Options:
                         "them as an example of its own", choices=("first", "all"))
     actions: str = option("all", "which actions the prompt lists: all 225, or those with the "
                           "objects of the scene", choices=("all", "scene"))
-    reward_mode: str = option("documented", "the rewards as the source describes them, or as its "
-                              "published code computes them (verbatim)", choices=MODES)
+    reward_mode: str = option("documented", "the rewards as the source describes them, as its "
+                              "published code computes them (verbatim), or 1 for any plan that "
+                              "reaches the goal (success)", choices=MODES)
     eval_split: str = option("both", "evaluate in rooms that training has seen, or not, or both",
                              choices=tuple(EVALUATED))
     eval_plans: str = option("whole", "evaluate whole plans, or also the rest of them after each "
@@ -133,6 +139,7 @@ def make_task(
         listings = dict.fromkeys((t.scene for t in (*train, *held_out)), listing(ACTION_IDS))
     else:
         listings = scene_listings((*train, *held_out))
+    rooms = learn_rooms(train)
     training = cuts(train, every_goal=options.goals == "all")
     sayable = [c for c in training if all(a in ACTION_IDS for a in c.remaining)]
     evaluation = cuts(held_out)
@@ -143,13 +150,20 @@ def make_task(
         random.Random(f"alfred/{name}").shuffle(mixed)
     return Task(
         name="alfred",
-        train=Examples(training, listings),
-        sft=Examples(sayable, listings),
-        evaluation=Examples(evaluation, listings),
+        train=Examples(training, listings, rooms),
+        sft=Examples(sayable, listings, rooms),
+        evaluation=Examples(evaluation, listings, rooms),
         reward_functions=reward_functions(options.reward_mode),
         is_correct=is_correct,
         failure_reason=failure_reason,
         alarms=alarms,
+        accuracy="success" if options.reward_mode == "success" else "accuracy",
+        highest_rewards=HIGHEST.get(options.reward_mode, {}),
+        measures={
+            "prefix score": prefix_score,
+            "task success": task_success,
+            "goal conditions": goal_conditions,
+        },
     )
 
 
@@ -187,8 +201,10 @@ def cuts(trajectories: Sequence[Trajectory], every_goal: bool = False) -> list[C
 class Examples(Sequence[Example]):
     """The examples of some cuts, each made when it is asked for: there are 43,898."""
 
-    def __init__(self, cuts: Sequence[Cut], listings: Mapping[str, str]):
-        self.cuts, self.listings = cuts, listings
+    def __init__(
+        self, cuts: Sequence[Cut], listings: Mapping[str, str], rooms: Mapping[str, Room]
+    ):
+        self.cuts, self.listings, self.rooms = cuts, listings, rooms
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -197,16 +213,16 @@ class Examples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         cut = self.cuts[index]
-        return make_example(cut, self.listings[cut.trajectory.scene])
+        return make_example(cut, self.listings[cut.trajectory.scene], self.rooms)
 
 
-def make_example(cut: Cut, actions: str) -> Example:
-    """actions: how the prompt lists them."""
+def make_example(cut: Cut, actions: str, rooms: Mapping[str, Room]) -> Example:
+    """actions: how the prompt lists them. rooms: for the household, as `learn_rooms` gives them."""
     split = cut.trajectory.path.partition("/")[0].removeprefix("valid_")
     return Example(
         messages=chat(cut.annotation.goal, cut.done, actions, observe(cut.done)),
         target=write_answer(cut.done, cut.remaining, cut.annotation.steps),
-        answer=GoldPlan(cut.remaining, cut.done, cut.trajectory),
+        answer=GoldPlan(cut.remaining, cut.done, cut.trajectory, rooms),
         level=f"{split} {cut.trajectory.task_type}",
     )
 

@@ -150,8 +150,8 @@ def goal_of(trajectory: Trajectory) -> Goal:
     """What its task type and its parameters ask for."""
     given = trajectory.pddl_params
     names = ("object_target", "parent_target", "mrecep_target", "toggle_target")
-    target, receptacle, vessel, lamp = (str(given[name]).lower() for name in names)
-    sliced = bool(given["object_sliced"])
+    target, receptacle, vessel, lamp = (str(given.get(name, "")).lower() for name in names)
+    sliced = bool(given.get("object_sliced"))
     return Goal(trajectory.task_type, target, receptacle, vessel, lamp, sliced)
 
 

@@ -32,6 +32,7 @@ from grpo.config import option
 from grpo.errors import UserError
 from rewards import alfred
 from rewards.household import (
+    HIGHEST,
     MODES,
     NO_PLAN,
     HouseAnswer,
@@ -134,6 +135,10 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
         is_correct=is_correct,
         failure_reason=failure_reason,
         alarms=alarms,
+        reply=reply,
+        accuracy="accuracy" if options.reward_mode in alfred.PLAN_MODES else "success",
+        highest_rewards=HIGHEST.get(options.reward_mode, {}),
+        measures={"goal conditions": conditions_met},
     )
 
 
@@ -145,7 +150,7 @@ def resolve(options: Options, from_scratch: bool) -> Options:
         )
     if options.household_format == "auto":
         options = replace(options, household_format="lines" if from_scratch else "json")
-    if options.household_format == "lines" and options.reward_mode in alfred.MODES:
+    if options.household_format == "lines" and options.reward_mode in alfred.PLAN_MODES:
         raise UserError(
             f"--reward-mode {options.reward_mode} rewards ALFRED's JSON, and answers are lines "
             "here; use success or progress, or --household-format json with a pretrained model"
@@ -196,22 +201,25 @@ def is_correct(text: str, example: Example) -> bool:
     return outcome(text, example).success
 
 
+def conditions_met(text: str, example: Example) -> float:
+    """The share of the goal's conditions that hold where the plan ends or fails."""
+    found = outcome(text, example)
+    return found.conditions_met / found.conditions
+
+
 def failure_reason(text: str, example: Example) -> str:
     return reason_kind(outcome(text, example).reason)
 
 
-def feedback(
-    messages: Sequence[dict[str, str]], completion_text: str, example: Example
-) -> str | None:
+def reply(text: str, example: Example) -> str | None:
     """What the agent hears once its plan is executed: the user's next turn; None on success.
 
-    messages: the conversation before this completion. The plans of its assistant turns have been
-    done, each up to the action that failed; nothing else is remembered from turn to turn. To judge
-    the last turn of an episode, give the rewards an example with all of its messages.
+    The plans of the assistant's turns in example.messages have been done before it, each up to the
+    action that failed; nothing else is remembered from turn to turn.
     """
     answer: HouseAnswer = example.answer
-    world, goal = world_after(messages, answer), answer.task.goal
-    plan = planned(completion_text, answer.short)
+    world, goal = world_after(example.messages, answer), answer.task.goal
+    plan = planned(text, answer.short)
     found = run_plan(world, goal, plan)
     if plan and found.success:
         return None

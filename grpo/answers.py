@@ -31,6 +31,8 @@ def row_of(index: int, answer: Answer) -> dict[str, Any]:
         "tokens": answer.tokens,
         "samples_correct": answer.samples_correct,
     }
+    if answer.measures:
+        row["measures"] = answer.measures
     if answer.turns:
         row["turns"] = answer.turns
     if answer.correct_lenient is not None:
@@ -51,6 +53,7 @@ def answer_of(row: Mapping[str, Any], example: Example) -> Answer:
         correct_lenient=row.get("correct_lenient"),
         samples_correct_lenient=row.get("samples_correct_lenient", 0),
         turns=row.get("turns", []),
+        measures=row.get("measures", {}),
     )
 
 

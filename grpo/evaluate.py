@@ -31,7 +31,8 @@ class Answer:
     """An example, the model's greedy completion and, for pass@k, how many samples were right.
 
     correct_lenient: what the lenient judge says; None where the task has none. turns: what was said
-    between the prompt and the text, as a chat, if the episode had several turns.
+    between the prompt and the text, as a chat, if the episode had several turns. measures: those of
+    the task, by name.
     """
 
     example: Example
@@ -43,6 +44,7 @@ class Answer:
     correct_lenient: bool | None = None
     samples_correct_lenient: int = 0
     turns: list[dict[str, str]] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Evaluation:
             "accuracy": self.accuracy,
             "accuracy_95": [*wilson_interval(right, count)],
             **self._lenient(),
+            **_measures(self.answers),
             "mean_tokens": sum(a.tokens for a in self.answers) / max(count, 1),
             "failures": dict(Counter(a.reason for a in self.answers if a.reason).most_common()),
             "levels": {
@@ -85,6 +88,7 @@ class Evaluation:
                     "examples": len(rows),
                     "correct": sum(a.correct for a in rows),
                     "accuracy": sum(a.correct for a in rows) / len(rows),
+                    **_measures(rows),
                 }
                 for level, rows in levels.items()
             },
@@ -119,6 +123,14 @@ class Evaluation:
             result[f"pass@{self.samples}{judge}"] = sum(n > 0 for n in right) / asked
             result[f"pass@1{judge}"] = sum(right) / (asked * self.samples)
         return result
+
+
+def _measures(answers: Sequence[Answer]) -> dict:
+    """The mean of each, where the task has some."""
+    if not answers or not answers[0].measures:
+        return {}
+    means = {n: sum(a.measures[n] for a in answers) / len(answers) for n in answers[0].measures}
+    return {"measures": means}
 
 
 def by_number(levels: Iterable[str]) -> list[str]:
@@ -183,7 +195,8 @@ def evaluate(
             row = (episode.text, correct, reason, tokens, sum(v[0] for v in verdicts), lenient)
             right_lenient = sum(bool(v[2]) for v in verdicts)
             before = episode.example.messages[len(example.messages) :]
-            found.append((*row, right_lenient, before))
+            measures = {n: f(episode.text, episode.example) for n, f in task.measures.items()}
+            found.append((*row, right_lenient, before, measures))
         return found
 
     answers = list(done)
@@ -225,6 +238,10 @@ def table(evaluations: dict[str, dict]) -> str:
         lines.append(_row(f"{label} ({count})", width, [c and c["accuracy"] for c in cells]))
         if level is None and any("accuracy_lenient" in c for c in cells):
             lines.append(_row("lenient", width, [c.get("accuracy_lenient") for c in cells]))
+        if level is None:
+            for name in dict.fromkeys(n for c in cells for n in c.get("measures", {})):
+                shares = [c.get("measures", {}).get(name) for c in cells]
+                lines.append(_row(name, width, shares))
     for name in dict.fromkeys(n for e in evaluations.values() for n in e if n.startswith("pass@")):
         lines.append(_row(name, width, [e.get(name) for e in evaluations.values()]))
     return "\n".join(lines)

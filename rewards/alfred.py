@@ -1,4 +1,4 @@
-"""The rewards of ALFRED's plans, in the two readings of --reward-mode.
+"""The rewards of ALFRED's plans: by the plan written down, in two readings, or by what it brings.
 
 | name      | pays  |                                                                        |
 | --------- | ----- | ---------------------------------------------------------------------- |
@@ -16,6 +16,9 @@ nothing at all for an answer with a step that it cannot read, and takes 0.25 off
 one action is left and more are planned. In both, capitals do not matter, the last of two equal keys
 counts, and what follows a complete plan is free.
 
+success pays 1 for any plan that can be done after what has been done and reaches the goal in the
+household of data/household_world.py, and 0 for all others.
+
 Every function is linear in the length of the text: the parser refuses brackets nested too deep, and
 numbers of too many digits.
 """
@@ -24,15 +27,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from data import Example, RewardFunction
 from data.alfred_actions import ACTION_IDS, ACTIONS
+from data.alfred_scenes import Room, goal_of, world_of
+from data.household_goals import Outcome, run_plan
 from grpo.errors import UserError
 
-MODES = ("documented", "verbatim")
+PLAN_MODES = ("documented", "verbatim")
+MODES = (*PLAN_MODES, "success")
+# The most that each reward can pay. In verbatim no one answer is sure of all of it.
+HIGHEST = {
+    "documented": {"structure": 0.125, "valid": 0.125, "match": 0.25, "accuracy": 1.0},
+    "success": {"success": 1.0},
+}
 FENCE = "```"
 FIELDS = (
     "visual_state_description",
@@ -48,17 +59,18 @@ class GoldPlan:
     """What the rewards and the judge compare with.
 
     actions: what is left to do, in order, at least one. done: what comes before it. trajectory:
-    where both are from, None if from nowhere.
+    where both are from, None if from nowhere; rooms: what is known of its floor plan and others.
     """
 
     actions: tuple[str, ...]
     done: tuple[str, ...] = ()
     trajectory: Any = None
+    rooms: Mapping[str, Room] = field(default_factory=dict)
 
 
 def reward_functions(mode: str) -> dict[str, RewardFunction]:
     """By name, in the order of the table. example.answer is a GoldPlan."""
-    modes = {"documented": _documented, "verbatim": _verbatim}
+    modes = {"documented": _documented, "verbatim": _verbatim, "success": _success}
     if mode not in modes:
         raise UserError(f"--reward-mode: '{mode}' is none of {', '.join(modes)}")
     return modes[mode]()
@@ -160,6 +172,48 @@ def failure_reason(text: str, example: Example) -> str:
 
 
 # ---------------------------------------------------------------------------------------------
+# success
+
+
+def planned(text: str) -> list[str]:
+    """The actions of a plan by their names, an id without a name standing for it. What is no action
+    stays as it is, for the household to refuse."""
+    return [_step_name(step) for step in read_plan(text)]
+
+
+def _step_name(step: Any) -> str:
+    if not isinstance(step, dict):
+        return str(step)[:40]
+    name, number = step.get("action_name"), step.get("action_id")
+    if isinstance(name, str):
+        return name
+    if not isinstance(number, int):
+        return str(name)[:40]
+    return ACTIONS[number] if 0 <= number < len(ACTIONS) else str(number)
+
+
+def outcome(text: str, example: Example) -> Outcome:
+    """What becomes of the plan in the household of its trajectory, after what has been done."""
+    gold = example.answer
+    world, goal = world_of(gold.trajectory, gold.rooms), goal_of(gold.trajectory)
+    return run_plan(world, goal, [*gold.done, *planned(text)])
+
+
+def task_success(text: str, example: Example) -> float:
+    return float(outcome(text, example).success)
+
+
+def goal_conditions(text: str, example: Example) -> float:
+    """The share of the goal's conditions that hold where the plan ends or fails."""
+    found = outcome(text, example)
+    return found.conditions_met / found.conditions
+
+
+def _success() -> dict[str, RewardFunction]:
+    return {"success": task_success}
+
+
+# ---------------------------------------------------------------------------------------------
 # documented
 
 
@@ -168,11 +222,12 @@ def _documented() -> dict[str, RewardFunction]:
         "structure": lambda text, example: 0.125 * (read_answer(text).keys() >= set(FIELDS)),
         "valid": lambda text, example: 0.125 * _share(read_plan(text), _is_valid),
         "match": lambda text, example: 0.25 * _share(read_plan(text), action_of),
-        "accuracy": _accuracy,
+        "accuracy": prefix_score,
     }
 
 
-def _accuracy(text: str, example: Example) -> float:
+def prefix_score(text: str, example: Example) -> float:
+    """The documented accuracy."""
     gold = example.answer.actions
     return prefix_reward(_leading(read_plan(text), gold, _is_gold), len(gold))
 

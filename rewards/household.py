@@ -25,7 +25,9 @@ from data.household_world import World, execute
 from grpo.errors import UserError
 from rewards import alfred
 
-MODES = ("success", "progress", *alfred.MODES)
+MODES = ("success", "progress", *alfred.PLAN_MODES)
+# What a right answer can earn; by "progress" that depends on what held before it.
+HIGHEST = {"success": {"success": 1.0}, "documented": alfred.HIGHEST["documented"]}
 _IDS = {str(number) for number in range(len(ACTIONS))}
 NO_PLAN = "no plan: the answer has no actions that can be read"
 
@@ -47,7 +49,7 @@ def reward_functions(mode: str) -> dict[str, RewardFunction]:
     """By name, in the order of the table. example.answer is a HouseAnswer."""
     if mode not in MODES:
         raise UserError(f"--reward-mode: '{mode}' is none of {', '.join(MODES)}")
-    if mode in alfred.MODES:
+    if mode in alfred.PLAN_MODES:
         return alfred.reward_functions(mode)
     success = {"success": lambda text, example: float(outcome(text, example).success)}
     return success if mode == "success" else {**success, "progress": _progress}
@@ -74,21 +76,8 @@ def planned(text: str, short: bool) -> list[str]:
     """
     if short:
         parts = [part.strip() for part in text.replace(";", "\n").split("\n")]
-        return [_named(int(part)) if part in _IDS else part for part in parts if part]
-    return [_step_name(step) for step in alfred.read_plan(text)]
-
-
-def _step_name(step: object) -> str:
-    if not isinstance(step, dict):
-        return str(step)[:40]
-    name, number = step.get("action_name"), step.get("action_id")
-    if isinstance(name, str):
-        return name
-    return _named(number) if isinstance(number, int) else str(name)[:40]
-
-
-def _named(number: int) -> str:
-    return ACTIONS[number] if 0 <= number < len(ACTIONS) else str(number)
+        return [ACTIONS[int(part)] if part in _IDS else part for part in parts if part]
+    return alfred.planned(text)
 
 
 def world_after(messages: Sequence[dict[str, str]], answer: HouseAnswer) -> World:

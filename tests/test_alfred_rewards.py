@@ -14,7 +14,7 @@ from data.alfred_prompt import write_answer
 from grpo.errors import UserError
 from rewards.alfred import (
     FIELDS,
-    MODES,
+    PLAN_MODES,
     GoldPlan,
     action_of,
     failure_reason,
@@ -73,7 +73,7 @@ def test_every_case_is_read():
 
 
 @pytest.mark.parametrize("case", REWARDS, ids=lambda c: c["id"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLAN_MODES)
 def test_case_reward(case, mode):
     found = values(case["input"]["response"], mode, tuple(case["input"]["gold"]))
     expected = {name: case["expected"][mode][name] for name in NAMES}
@@ -105,7 +105,7 @@ def test_an_unknown_mode_is_refused():
 
 def test_what_sft_imitates_earns_everything_in_both_readings():
     text = write_answer(GOLD[:1], GOLD[1:])
-    for mode in MODES:
+    for mode in PLAN_MODES:
         assert values(text, mode, GOLD[1:]) == {
             "structure": 0.125, "valid": 0.125, "match": 0.25, "accuracy": 1.0,
         }  # fmt: skip
@@ -213,7 +213,7 @@ def flood(what: str, length: int) -> str:
 def test_a_flood_is_scored_like_any_text(what):
     """The suite's time limit would end what takes quadratic time."""
     text = flood(what, 1_000_000)
-    for mode in MODES:
+    for mode in PLAN_MODES:
         assert all(0.0 <= v <= 0.25 for v in values(text, mode).values())
     assert not is_correct(text, example()) and failure_reason(text, example())
 
@@ -222,7 +222,7 @@ def test_depth_within_an_object_and_numbers_that_python_refuses_cost_the_reward_
     deep = answer([step("goto desk")])[:-1] + ',"x":' + "[" * 50_000 + "]" * 50_000 + "}"
     huge = answer([step("goto desk", 1)]).replace('"action_id": 1', '"action_id": ' + "9" * 5000)
     for text in (deep, huge, "\ud800", "\x00", "{" * 9, '{"executable_plan": NaN'):
-        for mode in MODES:
+        for mode in PLAN_MODES:
             assert sum(values(text, mode).values()) == 0.0
     nan = answer([step("goto desk", 1)]).replace('"action_id": 1', '"action_id": NaN')
     assert parse(nan) is not None and values(nan)["valid"] == 0.0
@@ -248,7 +248,7 @@ def test_any_json_at_all_is_scored_between_nothing_and_everything():
     rng, totals = random.Random(0), set()
     for _ in range(3000):
         text = json.dumps(random_answer(rng))
-        for mode in MODES:
+        for mode in PLAN_MODES:
             found = values(text, mode, ("goto desk",))
             assert all(-0.25 <= v <= 1.0 for v in found.values()), text
             totals.add(sum(found.values()))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -236,3 +237,15 @@ def test_the_table_survives_a_level_that_only_one_evaluation_has():
     ))  # fmt: skip
     assert "-" in table({"start": one, "after_sft": other}).splitlines()[2]
     assert "easy" in table({"start": other, "after_sft": one})
+
+
+def test_measures_are_means_over_all_and_by_level():
+    policy = tiny_policy()
+    task = letters_task(len, measures={"letters": lambda text, example: len(example.answer)})
+    levels = [replace(e, level=level) for e, level in zip(task.evaluation, "xyx", strict=True)]
+    found = evaluate(
+        policy, task, levels, max_new_tokens=2, prompt_format="chat", max_rows=4
+    ).summary()
+    assert found["measures"] == {"letters": 4 / 3}  # of a, bc, d
+    assert {n: row["measures"]["letters"] for n, row in found["levels"].items()} == {"x": 1, "y": 2}
+    assert "letters" in table({"start": found})

@@ -11,7 +11,7 @@ import pytest
 
 from data import Example, household, task_module
 from data.alfred_actions import ACTION_IDS
-from data.household import Options, alarms, feedback, load, make_example, resolve, scratch_tokens
+from data.household import Options, alarms, load, make_example, reply, resolve, scratch_tokens
 from data.household_goals import TASK_TYPES, Goal, run_plan
 from data.household_tasks import HouseTask, RandomTasks, held_out_tasks, random_task
 from data.household_text import PHRASES, WORDS
@@ -137,7 +137,7 @@ def test_every_short_text_is_made_of_the_vocabulary_in_one_way():
     for task in some_tasks(300):
         example = make_example(task, short=True)
         wrong = "\n".join(rng.sample(task.plan, len(task.plan)))
-        told = feedback(example.messages, wrong, example) or ""
+        told = reply(wrong, example) or ""
         for text in (example.messages[0]["content"], example.target, told):
             assert longest_first.sub("", text) == ""
             words = re.findall(r"\n|(?:^| )[a-z]+", text, re.M)
@@ -238,7 +238,7 @@ def turns(example: Example, *plans: str) -> Example:
     """The example as it is after these plans, each followed by what the agent heard."""
     messages = list(example.messages)
     for plan in plans:
-        told = feedback(messages, plan, example)
+        told = reply(plan, replace(example, messages=messages))
         messages += [{"role": "assistant", "content": plan}, {"role": "user", "content": told}]
     return replace(example, messages=messages)
 
@@ -250,7 +250,7 @@ def test_the_household_stays_as_the_plans_so_far_have_left_it():
         "at cabinet\nat fridge fork plate\nat microwave\ngoal heat apple fridge"
     )
     rest = "goto microwave\nheat apple\ngoto fridge\nput apple"
-    assert feedback(second.messages, rest, second) is None
+    assert reply(rest, second) is None
     assert household.is_correct(rest, second) and not household.is_correct(rest, SHORT)
     third = turns(SHORT, "goto cabinet\npickup apple\nheat apple", "goto microwave\nheat apple")
     assert "hand apple hot" in third.messages[-1]["content"]
@@ -262,17 +262,17 @@ def test_the_agent_hears_in_english_what_failed():
     def answer(*actions: str) -> str:
         return json.dumps({"executable_plan": [{"action_name": a} for a in actions]})
 
-    told = feedback(LONG.messages, answer("goto cabinet", "pickup apple", "put fork"), LONG)
+    told = reply(answer("goto cabinet", "pickup apple", "put fork"), LONG)
     assert told == (
         "2 of your actions were done. Then 'put fork' failed: not held: you hold the apple, not "
         "the fork.\nYou are at the cabinet, with apple in hand. What there is:\ncabinet: nothing\n"
         "fridge: fork, plate\nmicrowave: nothing\nPlan again from here."
     )
-    told = feedback(LONG.messages, answer("goto cabinet"), LONG)
+    told = reply(answer("goto cabinet"), LONG)
     assert told.startswith("All of that was done, but the goal is not reached: 0 of its 3 ")
-    told = feedback(LONG.messages, "I would go to the cabinet.", LONG)
+    told = reply("I would go to the cabinet.", LONG)
     assert told.startswith("Nothing was done: the answer has no actions that can be read.\n")
-    assert feedback(LONG.messages, LONG.target, LONG) is None
+    assert reply(LONG.target, LONG) is None
 
 
 def test_a_household_in_which_much_has_changed_is_told():
@@ -287,10 +287,9 @@ def test_a_household_in_which_much_has_changed_is_told():
     )
     example = Example([], "", HouseAnswer(task, True))
     plan = "goto desklamp\ntoggle desklamp\ngoto desk\npickup pen\nput pen\npickup mug"
-    assert "at desklamp lit" in feedback([], plan, example)
+    assert "at desklamp lit" in reply(plan, example)
     assert outcome(plan, example).failed_at is None
-    in_words = feedback(
-        [],
+    in_words = reply(
         json.dumps({"executable_plan": [{"action_name": a} for a in plan.split("\n")]}),
         Example([], "", HouseAnswer(task, False)),
     )
