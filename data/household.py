@@ -107,7 +107,6 @@ DEFAULTS = {
     },
     "cpu": {
         **_PRETRAINED,
-        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "rollout_rows": 64,
         "sft_steps": 300,
         "sft_learning_rate": 2e-4,

@@ -16,6 +16,7 @@ from pathlib import Path
 from data import Example, Task
 from data.maze_grid import (
     LARGEST,
+    LEVELS,
     MOVES,
     SMALLEST,
     Maze,
@@ -159,6 +160,7 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
         alarms=alarms,
         new_tokens=maze_tokens(size),
         draw=draw_answers,
+        levels=(*LEVELS, "beyond"),
     )
 
 

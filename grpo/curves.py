@@ -26,6 +26,7 @@ PANELS = (
     ("grpo", "grad_norm", "GRPO: gradient norm"),
 )
 EVALUATION = "eval/accuracy"
+SMALL = 20  # %; on an axis up to 100 a change from 2 to 4 would not be seen
 
 
 def draw_curves(
@@ -123,15 +124,20 @@ def _draw_evaluations(ax: Any, lines: Sequence[dict[str, Any]]) -> None:
             ax.plot(*zip(*points, strict=True), color=COLOURS[stage], marker="o", markersize=4.5,
                     linewidth=1.8, label=stage.upper())  # fmt: skip
     ends = dict(course[i] for course in courses.values() if course for i in (0, -1))
+    highest = max(y for points in courses.values() for _, y in points)
+    decimals = 1 if highest < SMALL else 0
     for x, y in ends.items():
         side = "left" if x == min(ends) else "right"
-        ax.annotate(f"{y:.0f}%", (x, y), xytext=(0, 8), textcoords="offset points",
+        ax.annotate(f"{y:.{decimals}f}%", (x, y), xytext=(0, 8), textcoords="offset points",
                     ha=side, color=INK, fontweight="bold")  # fmt: skip
     if sft_steps:
         ax.axvline(sft_steps, color=MUTED, linewidth=0.8, linestyle=":")
     _tidy(ax, "Held-out problems solved, %")
-    ax.set_ylim(0, 112)
-    ax.set_yticks(range(0, 101, 25))
+    if highest < SMALL:
+        ax.set_ylim(0, max(1.4 * highest, 1))
+    else:
+        ax.set_ylim(0, 112)
+        ax.set_yticks(range(0, 101, 25))
     ax.legend(frameon=False, loc="lower right", labelcolor=INK)
 
 

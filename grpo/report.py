@@ -135,6 +135,10 @@ def evaluation_table(results: Mapping[str, Any], columns: Sequence[Column]) -> l
         rows.append([level or "all", *map(_cell, strict)])
         if any(lenient):
             rows.append([f"{level or 'all'}, lenient", *map(_cell, lenient)])
+        for name in dict.fromkeys(n for p in parts for n in p.get("measures", {})):
+            means = [p.get("measures", {}).get(name) for p in parts]
+            shown = ["-" if mean is None else f"{mean:.3f}" for mean in means]
+            rows.append([f"{level or 'all'}, {name}", *shown])
     for name in dict.fromkeys(n for r in found.values() for n in r if n.startswith("pass@")):
         rows.append([name, *(f"{r[name]:.1%}" if name in r else "-" for r in found.values())])
     return rows if found else []

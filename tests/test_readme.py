@@ -11,8 +11,8 @@ from grpo.config import parse
 README = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
 INDENTED = re.findall(r"^    python train\.py ((?:.*\\\n)*.*)$", README, re.MULTILINE)
 INLINE = re.findall(r"`python\s+train\.py\s+([^`]*)`", README)
-# A run that would have to exist, and the task that exists only in tests/example_task.
-NOT_HERE = ("--resume", "--task spell")
+# A run that would have to exist, the task that exists only in tests/example_task, any task.
+NOT_HERE = ("--resume", "--task spell", "--task T ")
 
 
 def commands() -> list[list[str]]:
@@ -27,4 +27,4 @@ def test_there_are_commands_to_check():
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_of_the_readme_is_accepted(command):
     config, _, flags = parse(command)
-    assert config.task in ("maze", "gsm8k", "gsm_symbolic") and flags
+    assert config.task in ("maze", "gsm8k", "gsm_symbolic", "alfred", "household") and flags
