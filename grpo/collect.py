@@ -32,16 +32,17 @@ from grpo.config import Config
 from grpo.distributed import from_first, is_first
 from grpo.episodes import Episode, play
 from grpo.errors import UserError
+from grpo.evaluate import FULL_BATCHES
 from grpo.interrupt import shared_out
 from grpo.policy import Policy
 from grpo.record import write_aside
+from grpo.results import AFTER_GRPO, AFTER_SFT, MODEL, STAGE
 from grpo.sampling import Sampling
 from grpo.scratch import SCRATCH
-from grpo.stages import AFTER_GRPO, AFTER_SFT, MODEL, STAGE, Run, open_recorder, start_policy
+from grpo.stages import Run, open_recorder, start_policy
 from grpo.tokenizer import render_prompt
 
 ROWS, COUNT = "collected.jsonl", "collected.json"
-FULL_BATCHES = 4  # a batch is so many times the rows decoded together: then its tail costs little
 EPOCHS = 2  # of the SFT that is proposed, as DeepSeek-R1's on such data
 
 

@@ -23,7 +23,9 @@ from grpo.sampling import Sampling
 from grpo.tokenizer import render_prompt
 
 OUT_OF_TOKENS = "ran out of tokens"
-CHUNK = 64  # prompts a rank, or what fills the generator: the work that a kill can lose
+# Prompts of a chunk, in rows decoded together: a chunk waits for its longest answer, and with fewer
+# the generator would stand half empty for most of the time. A kill loses the chunk.
+FULL_BATCHES = 4
 
 
 @dataclass
@@ -200,7 +202,7 @@ def evaluate(
         return found
 
     answers = list(done)
-    chunk = max(CHUNK, max_rows) * world_size()
+    chunk = FULL_BATCHES * max_rows * world_size()
     while places := range(len(examples))[len(answers) : len(answers) + chunk]:
         rows = shared_out(answer, places)
         new = [Answer(examples[i], *row) for i, row in zip(places, rows, strict=True)]

@@ -24,17 +24,8 @@ from grpo.memory import describe_memory, estimate, tokens_per_step
 from grpo.policy import load_shape
 from grpo.pretrained import pick_device
 from grpo.record import cannot_write, check_output, disk_is_full, only_run_in
-from grpo.stages import (
-    AFTER_GRPO,
-    AFTER_SFT,
-    START,
-    Run,
-    evaluate_saved,
-    evaluate_start,
-    grpo_stage,
-    results_until,
-    sft_stage,
-)
+from grpo.results import AFTER_GRPO, AFTER_SFT, START, results_until
+from grpo.stages import Run, evaluate_saved, evaluate_start, grpo_stage, sft_stage
 from grpo.startup import (
     as_on_this_machine,
     disk_needed,

@@ -120,7 +120,7 @@ def test_more_prompts_go_on_and_neither_rows_in_flight_nor_ranks_change_an_answe
     assert files(tmp_path / "more") == files(tmp_path / "whole")
     config, policy = settings(**SETTINGS), markov_policy()
     alone = [grpo.collect.sample(policy, task(), config, range(i, i + 1), int) for i in range(20)]
-    assert [f.row for (f,) in alone if f.row] == rows_of(tmp_path / "whole")
+    assert [f["row"] for (f,) in alone if f["row"]] == rows_of(tmp_path / "whole")
 
 
 def test_answers_of_two_policies_are_not_mixed(tmp_path):

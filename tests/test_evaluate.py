@@ -136,7 +136,7 @@ def test_chunks_and_rows_change_no_answer(monkeypatch, chunk, max_rows):
     examples = [example(p, p[0]) for p in prompts]
     task = letters_task(len)
     wanted = judge(policy, task, examples)
-    monkeypatch.setattr(grpo.evaluate, "CHUNK", chunk)
+    monkeypatch.setattr(grpo.evaluate, "FULL_BATCHES", chunk)
     assert judge(policy, task, examples, max_rows=max_rows).answers == wanted.answers
 
 

@@ -25,7 +25,7 @@ SETTINGS = {"step": 3, "model": "1f"}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(grpo.evaluate, "CHUNK", 2)
+    monkeypatch.setattr(grpo.evaluate, "FULL_BATCHES", 1)
 
 
 def judge(policy, begun=None, on_finish=lambda rows: None):
@@ -189,7 +189,7 @@ def test_two_ranks_stop_and_any_number_goes_on(server, whole, tmp_path, ranks):
     """The stop comes to the second rank alone, which does not write."""
     stop = """
 import grpo.answers, grpo.evaluate, signal
-grpo.evaluate.CHUNK = 1
+grpo.evaluate.FULL_BATCHES = 1
 add = grpo.answers.UnfinishedAnswers.add
 def add_and_stop(self, answers):
     add(self, answers)
