@@ -105,7 +105,7 @@ SETTINGS = {
         "sft_steps": 280,
         "sft_batch_size": 8,
         "sft_learning_rate": 1e-3,
-        "max_steps": 28,
+        "max_steps": 50,
         "learning_rate": 3e-4,
         "checkpoint_every": 10,
         "eval_examples": 300,
