@@ -170,11 +170,11 @@ def build_config(**changes):
         "lora_targets": "all-linear",
         "max_prompt_length": 16,
         "max_completion_length": 16,
-        "max_episode_length": 16,
         "beta": 0.04,
         "gradient_checkpointing": False,
     }
-    return SimpleNamespace(**{**settings, **changes})
+    settings |= changes
+    return SimpleNamespace(**settings, max_episode_length=settings["max_completion_length"])
 
 
 def logits(policy):
