@@ -15,26 +15,23 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from grpo.config import Config, parse
 from grpo.distributed import silent_unless_first
-from grpo.errors import UserError
+from grpo.errors import exit_status
 
 
 @silent_unless_first()
 def main(argv: list[str]) -> int:
     """Exit status: 0 when done, 2 for a mistake of the user's, 130 when stopped by a signal."""
-    try:
-        config, options, flags = parse(argv)  # before torch is imported: a typo is told at once
-        run, dry_run = import_run(config)
-        return (dry_run if config.dry_run else run)(config, options, flags)
-    except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped at once; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    return exit_status(train, argv, "stopped at once; --resume goes on from the last checkpoint")
+
+
+def train(argv: Sequence[str]) -> int:
+    config, options, flags = parse(argv)  # before torch is imported: a typo is told at once
+    run, dry_run = import_run(config)
+    return (dry_run if config.dry_run else run)(config, options, flags)
 
 
 def import_run(config: Config) -> tuple[Callable[..., int], Callable[..., int]]:

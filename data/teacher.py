@@ -27,7 +27,7 @@ from data.endpoint import Endpoint, Pace, Reply
 from data.sft_file import FORM
 from grpo.config import Config
 from grpo.config import parse as parse_training
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 from grpo.flags import FlagParser, add_flags, checked, option, with_dashes
 
 TASK_SETTINGS = {"task", "preset", "seed"}  # of train.py's own settings, what chooses the prompts
@@ -57,16 +57,13 @@ class Settings:
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 when done, 2 for a mistake of the user's or the server's, 130 after Ctrl-C."""
-    try:
+
+    def work(argv: list[str]) -> int:
         settings, task = parse(argv)
         print(collect(settings, task, ask_by(settings)))
         return 0
-    except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
-        return 130
+
+    return exit_status(work, argv, "stopped; the same command goes on")
 
 
 def parse(argv: list[str]) -> tuple[Settings, Task]:

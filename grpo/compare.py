@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from grpo.columns import Column, columns_of
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 from grpo.flags import FlagParser, with_dashes
 from grpo.interval import wilson_interval
 from grpo.page import around, element, page, table, write_page
@@ -242,6 +241,7 @@ def build_parser() -> FlagParser:
 
 def compare(argv: Sequence[str]) -> int:
     """Print the comparison and write the page; raises UserError."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know no "→"
     given, others = build_parser().parse_known_args([with_dashes(word) for word in argv])
     if given.examples < 1:
         raise UserError(f"--examples: '{given.examples}' is out of range; it must be above 0")
@@ -268,23 +268,6 @@ def compare(argv: Sequence[str]) -> int:
         write_page(given.html, comparison_page(columns, questions, shown))
         print(f"the page is {given.html}")
     return 0
-
-
-def exit_status(work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """That of a command: 0 when done, 2 for a mistake of the user's, told in one line."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal may know no "→"
-    try:
-        status = work(argv)
-        sys.stdout.flush()
-        return status
-    except UserError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # | head has seen enough; nor may Python complain when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from grpo.aside import written_aside
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 from grpo.tokenizer import find_stop_token_ids
 
 MAGIC = b"GGUF"
@@ -48,15 +48,12 @@ def main(argv: Sequence[str]) -> int:
     # The slow part has a bar of its own; what else they say is for other uses of the file.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
+
+    def work(_) -> int:
         print(convert(given.file, given.directory))
-    except UserError as error:
-        print("error:", error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_status(work, argv, "stopped; nothing was written")
 
 
 def convert(file: Path, directory: Path) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo.columns import Column, read_lines, read_object, saved_columns
-from grpo.compare import aligned, exit_status, join, questions_html, share_with_interval
+from grpo.compare import aligned, join, questions_html, share_with_interval
 from grpo.curves import PANELS, draw_curves, series
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 from grpo.flags import FlagParser
 from grpo.page import element, escaped, page, table, write_page
 from grpo.settling import Course, course, window
@@ -217,6 +217,7 @@ def report_page(
 
 def report(argv: Sequence[str]) -> int:
     """Print the analysis, draw it, and write the page; raises UserError."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know no "·"
     parser = FlagParser(
         prog="grpo.report", usage="python -m grpo.report RUN [--output FILE] [--png FILE]",
         description="Analyse a run's log: what settled and when, the evaluations, some answers.",

@@ -8,8 +8,8 @@ import pytest
 from conftest import build_model
 
 from grpo.columns import columns_of, read_column
-from grpo.compare import beside, compare, exit_status, join, mcnemar, printable, wrapped
-from grpo.errors import UserError
+from grpo.compare import beside, compare, join, mcnemar, printable, wrapped
+from grpo.errors import UserError, exit_status
 from grpo.page import write_page
 from grpo.scratch import SCRATCH_TEMPLATE
 

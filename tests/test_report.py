@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from grpo.compare import exit_status
+from grpo.errors import exit_status
 from grpo.report import analyse, evaluation_table, faults, read_metrics, report, right_after_all
 from grpo.settling import course
 
