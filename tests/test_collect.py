@@ -146,10 +146,8 @@ def test_a_file_without_its_other_half_is_refused_and_left(tmp_path, name, left)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.process.stdin.close()
-    server.process.wait()
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import ENVIRONMENT, REPO, ForkServer
 from safetensors.torch import load_file
-
-REPO = Path(__file__).parent.parent
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(REPO),
-}
 
 # Enough SFT that some sampled answers are valid: otherwise all rewards are 0 and GRPO idles.
 FLAGS = """--task maze --device cpu --threads 1 --scratch-hidden-size 16 --scratch-layers 1
@@ -31,55 +24,12 @@ FLAGS = """--task maze --device cpu --threads 1 --scratch-hidden-size 16 --scrat
     --num-generations 4 --learning-rate 0.01 --checkpoint-every 2 --completions-every 2"""
 TINY = FLAGS.split()
 
-SERVER = """
-import os, sys, json, traceback, warnings
-warnings.simplefilter("ignore", DeprecationWarning)
-import matplotlib.pyplot, torch.utils.tensorboard, train, grpo.run
-for line in sys.stdin:
-    order = json.loads(line)
-    if "wait" in order:
-        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
-        continue
-    pid = os.fork()
-    if pid == 0:
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2)
-        os.chdir(order["cwd"])
-        status = 1
-        try:
-            status = train.main(order["argv"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(status)
-    print(pid, flush=True)
-"""
 
-
-class Server:
-    """Forks runs of train.py."""
-
-    def __init__(self, cwd):
-        self.cwd = cwd
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-
-    def _ask(self, **order):
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+class Server(ForkServer):
+    """Forks runs of one process."""
 
     def start(self, *argv, cwd=None):
-        log = self.cwd / f"log-{time.monotonic_ns()}.txt"
-        argv = [str(a) for a in argv]
-        pid = self._ask(argv=argv, log=str(log), cwd=str(cwd or self.cwd))
-        return Process(self, pid, log)
+        return Process(self, *self.fork(argv, cwd or self.folder))
 
     def run(self, *argv, cwd=None):
         """(exit status, what it printed)"""
@@ -97,7 +47,7 @@ class Process:
         os.kill(self.pid, number)
 
     def end(self):
-        return self.server._ask(wait=self.pid), self.text()
+        return self.server.wait(self.pid), self.text()
 
     def wait_for(self, condition, seconds=30):
         """Until condition() is true; the process must not have ended with an error before."""
@@ -109,10 +59,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.process.stdin.close()
-    server.process.wait()
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 def lines(folder):

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ENVIRONMENT, REPO, ForkServer
 from safetensors.torch import load_file
-from test_command_line import ENVIRONMENT, FLAGS, REPO, TINY, lines, steps
+from test_command_line import FLAGS, TINY, lines, steps
 from tiny import letters_task, tiny_policy
 from torch import nn
 
@@ -38,66 +39,14 @@ SHORT = FEW_STEPS.split()
 SFT = [*TINY, "--stage", "sft", "--eval-examples", 0]
 GRPO = [*TINY, "--stage", "grpo", "--eval-examples", 0, "--checkpoint-every", 0]
 
-SERVER = """
-import os, sys, json, traceback, warnings
-warnings.simplefilter("ignore", DeprecationWarning)
-import matplotlib.pyplot, torch.utils.tensorboard, torch.distributed, train, grpo.run
-for line in sys.stdin:
-    order = json.loads(line)
-    if "wait" in order:
-        pid, status = os.waitpid(order["wait"], os.WNOHANG)
-        print(os.waitstatus_to_exitcode(status) if pid else "", flush=True)
-        continue
-    pid = os.fork()
-    if pid == 0:
-        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2)
-        os.environ.update(order["variables"])
-        status = 1
-        try:
-            exec(order["before"], {"rank": int(os.environ.get("RANK", 0))})
-            status = train.main(order["argv"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(status)
-    print(pid, flush=True)
-"""
 
-
-class Server:
-    """Forks runs of train.py, of one rank or of two."""
-
-    def __init__(self, folder):
-        self.folder, self.logs = folder, 0
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-
-    def ask(self, **order):
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+class Server(ForkServer):
+    """Forks runs of one rank or of two."""
 
     def start(self, *argv, ranks=2, before=""):
         """before: Python that each rank runs first; it knows its `rank`."""
-        started = []
-        for variables in torchrun_variables(ranks):
-            log = self.folder / f"log-{self.logs}.txt"
-            self.logs += 1
-            pid = self.ask(
-                argv=[str(word) for word in argv],
-                variables=variables,
-                before=before,
-                log=str(log),
-            )
-            started.append((int(pid), log))
-        return Run(self, started)
+        forked = [self.fork(argv, variables=v, before=before) for v in torchrun_variables(ranks)]
+        return Run(self, forked)
 
     def run(self, *argv, **more):
         """(exit status, what it printed) of each rank."""
@@ -128,7 +77,7 @@ class Run:
     def status(self, rank):
         """The rank's exit status, once it has ended."""
         if rank not in self.statuses:
-            ended = self.wait_for(lambda: self.server.ask(wait=self.ranks[rank][0]))
+            ended = self.wait_for(lambda: self.server.poll(self.ranks[rank][0]))
             self.statuses[rank] = int(ended)
         return self.statuses[rank]
 
@@ -172,10 +121,8 @@ def torchrun(*argv, cwd):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.process.stdin.close()
-    server.process.wait()
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

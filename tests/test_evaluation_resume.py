@@ -178,10 +178,8 @@ def test_a_stage_that_is_done_otherwise_gets_answers_of_its_own(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.process.stdin.close()
-    server.process.wait()
+    with Server(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
