@@ -70,7 +70,7 @@ def play(
         going = list(going_on(policy, task, episodes, prompts, max_new_tokens, prompt_format))
         if not going:
             break
-        rows, contexts, replies = zip(*going, strict=True)
+        rows, contexts, replies, heard = zip(*going, strict=True)
         own = slice(turn * max_new_tokens, (turn + 1) * max_new_tokens)
         answers = generate(
             policy,
@@ -82,14 +82,14 @@ def play(
             uniforms=None if uniforms is None else uniforms[list(rows), own],
             on_finish=lambda finished: on_finish(0),  # the episode has been counted
         )
-        for row, reply, (answer,) in zip(rows, replies, answers, strict=True):
-            episodes[row] = extended(policy, episodes[row], prompt_format, reply, answer)
+        for row, reply, ids, (answer,) in zip(rows, replies, heard, answers, strict=True):
+            episodes[row] = extended(policy, episodes[row], reply, ids, answer)
     size = num_generations
     return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
 
 def going_on(policy, task, episodes, prompts, max_new_tokens, prompt_format):
-    """(row, the tokens to continue, the reply) of each episode that has another turn."""
+    """(row, the tokens to continue, the reply, its tokens) of each episode that has a next turn."""
     size, limit = len(episodes) // len(prompts), policy.context_length
     for row, episode in enumerate(episodes):
         if episode.completion.finish_reason != "stop":
@@ -100,15 +100,14 @@ def going_on(policy, task, episodes, prompts, max_new_tokens, prompt_format):
         heard = encode_reply(policy.tokenizer, reply, prompt_format)
         context = prompts[row // size] + episode.completion.token_ids + heard
         if limit is None or len(context) + max_new_tokens <= limit:
-            yield row, context, reply
+            yield row, context, reply, heard
 
 
 def extended(
-    policy: Policy, episode: Episode, prompt_format: str, reply: str, answer: Completion
+    policy: Policy, episode: Episode, reply: str, heard: list[int], answer: Completion
 ) -> Episode:
-    """The episode after another turn."""
+    """The episode after another turn. heard: the tokens of the reply."""
     before = episode.completion
-    heard = encode_reply(policy.tokenizer, reply, prompt_format)
     completion = Completion(
         token_ids=before.token_ids + heard + answer.token_ids,
         logprobs=before.logprobs + answer.logprobs,

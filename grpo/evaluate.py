@@ -175,7 +175,7 @@ def evaluate(
     uniforms = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
     def answer(places: range) -> list[tuple]:
-        """The fields of an Answer, without its example, for each of these examples."""
+        """The fields of an Answer in their order, without its example, for each of these."""
         chunk = [examples[i] for i in places]
         prompts = [render_prompt(policy.tokenizer, e.messages, prompt_format) for e in chunk]
 
@@ -193,12 +193,18 @@ def evaluate(
         for example, (episode,), sampled in zip(chunk, greedy, drawn, strict=True):
             correct, reason, lenient = _judge(task, episode)
             verdicts = [_judge(task, e) for e in sampled]
-            tokens = len(episode.completion.logprobs)  # the policy's own
-            row = (episode.text, correct, reason, tokens, sum(v[0] for v in verdicts), lenient)
-            right_lenient = sum(bool(v[2]) for v in verdicts)
-            before = episode.example.messages[len(example.messages) :]
-            measures = {n: f(episode.text, episode.example) for n, f in task.measures.items()}
-            found.append((*row, right_lenient, before, measures))
+            row = (
+                episode.text,
+                correct,
+                reason,
+                len(episode.completion.logprobs),  # the policy's own tokens
+                sum(v[0] for v in verdicts),
+                lenient,
+                sum(bool(v[2]) for v in verdicts),
+                episode.example.messages[len(example.messages) :],
+                {n: f(episode.text, episode.example) for n, f in task.measures.items()},
+            )
+            found.append(row)
         return found
 
     answers = list(done)
