@@ -83,6 +83,8 @@ class Config:
 
     prompts_per_step: int = option(8, "prompts (groups) in one rollout", positive=True,
                                    section="sampling")
+    train_levels: str | None = option(None, "sample only training prompts of these levels, named "
+                                      "as in the evaluation's table: name,name")
     completions_per_step: int | None = option(None, "another way to say prompts-per-step: "
                                               "prompts x num-generations", positive=True)
     num_generations: int = option(8, "completions a prompt (the group), G", positive=True)

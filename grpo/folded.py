@@ -55,7 +55,7 @@ class FoldedModel:
 
     embedding: Tensor  # [V, hidden]
     layers: list[_Layer]
-    norm: tuple[Tensor, float]  # weight, epsilon
+    norm: _Norm
     rotary: nn.Module
     head: FoldedLinear  # [.., hidden] → logits [.., V]
     gradient_checkpointing: bool
@@ -77,37 +77,34 @@ class FoldedModel:
                 )  # fmt: skip
             else:
                 hidden = layer(index, hidden, cos, sin, layout)
-        return _rms_norm(hidden, self.norm)
+        return self.norm(hidden)
 
 
 @dataclass
 class _Layer:
-    attention_norm: tuple[Tensor, float]
-    query_key_value: FoldedLinear
+    query_key_value: FoldedLinear  # of the normed hidden state
     heads: int  # H
     shared: int  # K
-    head_norm: tuple[Tensor, float] | None  # [H + K, D]: Qwen3 norms each query and key head
+    head_norm: _Norm | None  # [H + K, D]: Qwen3 norms each query and key head
     scaling: float
     attention_out: FoldedLinear
-    mlp_norm: tuple[Tensor, float]
-    gate_up: FoldedLinear
-    down: FoldedLinear
+    gate_up: FoldedLinear  # of the normed hidden state
+    down: FoldedLinear  # of silu(gate) * up
 
     def __call__(self, index, hidden, cos, sin, layout):
         batch, tokens, _ = hidden.shape
-        together = self.query_key_value(_rms_norm(hidden, self.attention_norm))
+        together = self.query_key_value(hidden)
         together = together.view(batch, tokens, self.heads + 2 * self.shared, -1)
         rotated, value = together.split([self.heads + self.shared, self.shared], dim=2)
         if self.head_norm is not None:
-            rotated = _rms_norm(rotated, (None, self.head_norm[1])) * self.head_norm[0]
+            rotated = self.head_norm(rotated)
         rotated = rotated * cos + rotated.roll(rotated.shape[-1] // 2, dims=-1) * sin
         query, key = rotated.split([self.heads, self.shared], dim=2)
         out = layout.attend(
             index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.scaling
         )
         hidden = hidden + self.attention_out(out.reshape(batch, tokens, -1))
-        gate, up = self.gate_up(_rms_norm(hidden, self.mlp_norm)).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate) * up)
+        return hidden + self.down(self.gate_up(hidden))
 
 
 def _fold_layer(layer: nn.Module) -> _Layer:
@@ -116,43 +113,73 @@ def _fold_layer(layer: nn.Module) -> _Layer:
     heads = attention.q_proj.out_features // attention.head_dim
     shared = attention.k_proj.out_features // attention.head_dim
     if hasattr(attention, "q_norm"):
-        (query, epsilon), (key, _) = _norm(attention.q_norm), _norm(attention.k_norm)
-        head_norm = torch.cat([query.expand(heads, -1), key.expand(shared, -1)]), epsilon
+        query, key = _norm(attention.q_norm), _norm(attention.k_norm)
+        weight = torch.cat([query.weight.expand(heads, -1), key.weight.expand(shared, -1)])
+        head_norm = _Norm(weight, query.epsilon)
     return _Layer(
-        attention_norm=_norm(layer.input_layernorm),
-        query_key_value=FoldedLinear([attention.q_proj, attention.k_proj, attention.v_proj]),
+        query_key_value=FoldedLinear(
+            [attention.q_proj, attention.k_proj, attention.v_proj], _norm(layer.input_layernorm)
+        ),
         heads=heads,
         shared=shared,
         head_norm=head_norm,
         scaling=attention.scaling,
         attention_out=FoldedLinear([attention.o_proj]),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=FoldedLinear([mlp.gate_proj, mlp.up_proj]),
-        down=FoldedLinear([mlp.down_proj]),
+        gate_up=FoldedLinear([mlp.gate_proj, mlp.up_proj], _norm(layer.post_attention_layernorm)),
+        down=FoldedLinear([mlp.down_proj], _Gate()),
     )
 
 
-def _norm(module: nn.Module) -> tuple[Tensor, float]:
-    return module.weight.detach(), module.variance_epsilon
+def _norm(module: nn.Module) -> _Norm:
+    return _Norm(module.weight.detach(), module.variance_epsilon)
 
 
-def _rms_norm(x: Tensor, norm: tuple[Tensor | None, float]) -> Tensor:
-    """As transformers computes it; torch's own takes twice as many small operations on a CPU."""
-    weight, epsilon = norm
-    wide = x.float()
-    scale = wide.square().mean(dim=-1, keepdim=True).add_(epsilon).rsqrt_()
-    normed = (wide * scale).to(x.dtype)
-    return normed if weight is None else normed * weight
+@dataclass
+class _Norm:
+    """RMS norm as transformers computes it; torch's own takes twice as many small operations on a
+    CPU."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * self._scale(wide)).to(x.dtype) * self.weight
+
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        wide, grad = x.float(), (grad * self.weight).float()
+        scale = self._scale(wide)
+        normed = wide * scale
+        along = (grad * normed).mean(dim=-1, keepdim=True)
+        return grad.sub_(normed.mul_(along)).mul_(scale).to(x.dtype)
+
+    def _scale(self, wide: Tensor) -> Tensor:
+        return wide.square().mean(dim=-1, keepdim=True).add_(self.epsilon).rsqrt_()
+
+
+@dataclass
+class _Gate:
+    """[.., gate and up] → silu(gate) * up."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat([grad_gate, F.silu(gate).mul_(grad)], dim=-1)
 
 
 class FoldedLinear:
-    """Linear maps of the same input as one product, LoRA in the weights.
+    """Linear maps of the same input as one product, LoRA in the weights; what comes `before` is
+    done to the input first.
 
     The base is frozen. The adapters are not: where gradients are wanted, they get theirs.
     """
 
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = modules
+    def __init__(self, modules: list[nn.Module], before: _Norm | _Gate | None = None):
+        self.modules, self.before = modules, before
         self.bases = [_base(module) for module in modules]
         self.out_features = sum(base.out_features for base in self.bases)
         weights = [_with_lora(module) for module in modules]
@@ -175,6 +202,8 @@ class FoldedLinear:
         return _FoldedProduct.apply(x, self, adapters, *parameters)
 
     def product(self, x: Tensor) -> Tensor:
+        if self.before is not None:
+            x = self.before(x)
         if self.packed is None:
             return F.linear(x, self.folded, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -204,8 +233,9 @@ def _adapters(modules: list[nn.Module]) -> list[_Adapter]:
 
 
 class _FoldedProduct(torch.autograd.Function):
-    """y = x (W + scale B A)^T. Backward needs no folded weights in their plain order:
-    dx = dy W + scale (dy B) A, with W as the base holds it."""
+    """y = f(x) (W + scale B A)^T, f being what comes before. Backward needs no folded weights in
+    their plain order: df = dy W + scale (dy B) A, with W as the base holds it. Of x and f(x) only x
+    is kept: f again costs a few percent, both together half of the activations' memory."""
 
     @staticmethod
     def forward(ctx, x, linear, adapters, *parameters):
@@ -217,7 +247,8 @@ class _FoldedProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, *parameters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]
-        grad, flat = grad.flatten(0, -2), x.flatten(0, -2)
+        before = ctx.linear.before
+        grad, flat = grad.flatten(0, -2), (before(x) if before else x).flatten(0, -2)
         grad_x, start = None, 0
         if wanted:
             grad_x = flat.new_zeros(flat.shape)
@@ -233,7 +264,10 @@ class _FoldedProduct(torch.autograd.Function):
             gradients.append(told.mT @ (flat @ a.mT) * adapter.scale)
             if wanted:
                 grad_x.addmm_(through_b, a)
-        return (None if grad_x is None else grad_x.view(x.shape)), None, None, *gradients
+        if wanted:
+            grad_x = grad_x.view(*x.shape[:-1], -1)
+            grad_x = before.backward(x, grad_x) if before else grad_x
+        return grad_x, None, None, *gradients
 
 
 def _base(module: nn.Module) -> nn.Linear:

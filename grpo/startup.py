@@ -102,6 +102,8 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     task = module.load(options, config.seed, made_from_scratch(config.model))
     if config.sft_data and "sft" in trained_stages(config):
         task = replace(task, sft=read_sft_file(config.sft_data))
+    if config.train_levels is not None:
+        task = replace(task, train=of_levels(task.train, config.train_levels))
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
     check_filter(config, task, weights)
@@ -110,6 +112,18 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
             f"--turns {config.turns}: the task {task.name} replies to no answer; leave it at 1"
         )
     return task, tokens
+
+
+def of_levels(examples: Sequence[Example], levels: str) -> list[Example]:
+    """The examples of the levels "name,name"; raises UserError if one of these names none."""
+    wanted, known = [name.strip() for name in levels.split(",")], {e.level for e in examples}
+    for name in wanted:
+        if name not in known:
+            raise UserError(
+                f"--train-levels: no training example is of level '{name}'; there are: "
+                f"{', '.join(sorted(known - {''})) or 'none in this task'}"
+            )
+    return [example for example in examples if example.level in wanted]
 
 
 def trained_stages(config: Config) -> list[str]:

@@ -24,6 +24,7 @@ def with_lora(kind, dtype=torch.float32, **changes):
     model = get_peft_model(model, config).to(dtype)
     policy = policy_of(model)
     shake(policy.trainable_parameters())
+    shake({name: p for name, p in model.named_parameters() if "norm" in name})
     return policy
 
 
@@ -98,6 +99,28 @@ def test_the_adapters_gradients_are_those_of_peft(kind, checkpointing):
     scale = max(g.abs().max() for g in found[1].values())
     for name in parameters:
         assert (found[0][name] - found[1][name]).abs().max() < 1e-5 * scale, name
+
+
+def test_the_backward_pass_is_held_on_the_inputs_alone_not_on_what_is_quickly_computed_again():
+    """Normed inputs, in float32 at that, and silu(gate) * up were a third of a step's memory."""
+    model = fold(with_lora("llama", torch.bfloat16).base)
+    lengths = [len(p) for p in IDS]
+    hidden = model.embedding[torch.tensor([sum(IDS, [])])].requires_grad_()  # [1, T, hidden]
+    cos, sin = (x[:, :, None] for x in model.rotary(hidden, torch.arange(sum(lengths))[None]))
+    layout = PackedLayout(lengths, [], [], device=torch.device("cpu"))
+    kept = {}
+
+    def hold(tensor):
+        if tensor.shape[:-1] == hidden.shape[:-1]:  # activations, no weights
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        model.layers[0](0, hidden, cos, sin, layout)
+    inner = model.layers[0].gate_up.out_features
+    width = hidden.shape[-1]
+    assert sorted(tensor.shape[-1] for tensor in kept.values()) == [width, width, width, inner]
+    assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
 
 
 def test_the_policys_copy_follows_its_weights():
