@@ -27,7 +27,8 @@ class Example:
     messages: the prompt as a chat, [{"role": "user", "content": ...}, ...].
     target: the completion that supervised fine-tuning imitates, without a stop token; "" if none.
     answer: whatever the task's rewards compare with.
-    level: the row of the evaluation table that this example belongs to; "" for no such split.
+    level: the row of the evaluation table that this example belongs to; "" for no such split. One
+        of "seen/heat" belongs to the row "seen" too.
     """
 
     messages: list[dict[str, str]]
@@ -82,6 +83,15 @@ class Task:
     measures: Mapping[str, Callable[[str, Example], float]] = field(default_factory=dict)
     levels: Sequence[str] = ()
     reply: Callable[[str, Example], str | None] | None = None
+
+
+def table_rows(level: str) -> list[str]:
+    """
+    >>> table_rows("seen/heat"), table_rows("easy"), table_rows("")
+    (['seen', 'seen/heat'], ['easy'], [])
+    """
+    parts = level.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts) + 1)] if level else []
 
 
 def task_names() -> list[str]:

@@ -2,36 +2,37 @@
 
 After Reinforced Reasoning for Embodied Planning (arXiv 2505.22050): a trajectory of k actions makes
 k examples, one after each beginning of its plan. The 225 actions are in alfred_actions.py, reading
-ALFRED is in alfred_files.py, prompt and target in alfred_prompt.py, the rewards in
-rewards/alfred.py.
+ALFRED is in alfred_files.py, prompt and target in alfred_prompt.py, shorter ones in
+alfred_lines.py, the rewards in rewards/alfred.py.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from data import Example, Task
+from data import Example, Task, alfred_lines
 from data.alfred_actions import ACTION_IDS, split_action
 from data.alfred_files import Annotation, Trajectory, read_split
 from data.alfred_prompt import chat, listing, observe, write_answer
 from data.alfred_scenes import Room, learn_rooms
+from data.household_goals import TASK_TYPES
 from grpo.config import option
 from grpo.errors import UserError
 from rewards.alfred import (
-    HIGHEST,
     MODES,
     PLAN,
     GoldPlan,
     failure_reason,
     goal_conditions,
+    highest_rewards,
     is_correct,
     prefix_score,
     read_answer,
-    read_plan,
     reward_functions,
+    steps_of,
     task_success,
 )
 
@@ -40,6 +41,8 @@ EVALUATED = {
     "unseen": ("valid_unseen",),
     "both": ("valid_seen", "valid_unseen"),
 }
+KINDS = [f"/{task_type}" for task_type in TASK_TYPES]
+OBJECTS = {split_action(action)[1] for action in ACTION_IDS}
 ALARM_FROM = 16  # outputs; fewer say little
 LONG_PLAN, LONG_SHARE = 2, 0.1  # times the gold plan; above this share an alarm is raised
 CONSTANT_SHARE = 0.5
@@ -56,7 +59,12 @@ class Options:
     goals: str = option("first", "whose words the goal is in: the first annotation's, or each of "
                         "them as an example of its own", choices=("first", "all"))
     actions: str = option("all", "which actions the prompt lists: all 225, or those with the "
-                          "objects of the scene", choices=("all", "scene"))
+                          "objects of the scene; of lines, the objects or none",
+                          choices=("all", "scene"))
+    alfred_format: str = option("auto", "what an answer is: json = an object with reflections and "
+                                "the plan, lines = an action a line, after a short prompt; auto = "
+                                "json, or lines for a model from scratch",
+                                choices=("auto", "json", "lines"))
     reward_mode: str = option("documented", "the rewards as the source describes them, as its "
                               "published code computes them (verbatim), or 1 for any plan that "
                               "reaches the goal (success)", choices=MODES)
@@ -89,6 +97,29 @@ _SOURCE = {
 }
 
 DEFAULTS = {
+    # A model of 2M, in minutes.
+    "scratch": {
+        "actions": "scene",
+        "goals": "all",
+        "scratch_hidden_size": 160,
+        "scratch_layers": 6,
+        "scratch_heads": 5,
+        "max_prompt_length": 160,
+        "max_completion_length": 64,
+        "sft_steps": 1000,
+        "sft_batch_size": 32,
+        "sft_learning_rate": 1e-3,
+        "sft_lr_scheduler": "constant",
+        "warmup_ratio": 0.02,
+        "weight_decay": 0.1,
+        "max_steps": 300,
+        "prompts_per_step": 32,
+        "num_generations": 8,
+        "learning_rate": 3e-4,
+        "temperature": 1.0,
+        "eval_every": 50,
+        "eval_examples": 506,
+    },
     # A model of 135M with LoRA. The longest prompt of a scene has some 850 tokens, with all 225
     # actions some 1,450.
     "cpu": {
@@ -117,29 +148,46 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
     """The task for these flags. It is the same for every seed: the loop shuffles the examples."""
     train = read_split("train", options.data_dir)
     held_out = [t for s in EVALUATED[options.eval_split] for t in read_split(s, options.data_dir)]
-    return make_task(train, held_out, options)
+    return make_task(train, held_out, options, from_scratch)
 
 
 def resolve(options: Options, from_scratch: bool) -> Options:
-    """A model made from scratch knows nothing but a task's own tokens; here that is English."""
-    if from_scratch:
+    """The options with the format decided. Raises UserError for what does not go together."""
+    if options.alfred_format == "json" and from_scratch:
         raise UserError(
-            "--task alfred: a model from scratch knows no words; give --model a model tuned for "
-            "chat, a directory or a hub name"
+            "--alfred-format json: a model from scratch knows no English; leave the flag out"
+        )
+    if options.alfred_format == "auto":
+        options = replace(options, alfred_format="lines" if from_scratch else "json")
+    if options.alfred_format == "lines" and options.reward_mode == "verbatim":
+        raise UserError(
+            "--reward-mode verbatim is what the published code pays for JSON, and answers are "
+            "lines here; use documented or success, or --alfred-format json with a pretrained model"
         )
     return options
 
 
+def scratch_tokens(options: Options) -> list[str]:
+    """The vocabulary for a model from scratch: every prompt and plan in lines is made of these."""
+    resolve(options, from_scratch=True)
+    return alfred_lines.tokens(_vocabulary(read_split("train", options.data_dir)))
+
+
+def _vocabulary(train: Sequence[Trajectory]) -> list[str]:
+    return alfred_lines.vocabulary(a.goal for t in train for a in t.annotations)
+
+
 def make_task(
-    train: Sequence[Trajectory], held_out: Sequence[Trajectory], options: Options
+    train: Sequence[Trajectory],
+    held_out: Sequence[Trajectory],
+    options: Options,
+    from_scratch: bool = False,
 ) -> Task:
     """The task of these trajectories. Of those with an action that is none of the 225 GRPO has all
     examples, since their other actions can be right, SFT only those without it."""
-    if options.actions == "all":
-        listings = dict.fromkeys((t.scene for t in (*train, *held_out)), listing(ACTION_IDS))
-    else:
-        listings = scene_listings((*train, *held_out))
-    rooms = learn_rooms(train)
+    options = resolve(options, from_scratch)
+    lines, rooms = options.alfred_format == "lines", learn_rooms(train)
+    prompt = prompts(train, held_out, options, from_scratch)
     training = cuts(train, every_goal=options.goals == "all")
     sayable = [c for c in training if all(a in ACTION_IDS for a in c.remaining)]
     evaluation = cuts(held_out)
@@ -150,20 +198,21 @@ def make_task(
         random.Random(f"alfred/{name}").shuffle(mixed)
     return Task(
         name="alfred",
-        train=Examples(training, listings, rooms),
-        sft=Examples(sayable, listings, rooms),
-        evaluation=Examples(evaluation, listings, rooms),
-        reward_functions=reward_functions(options.reward_mode),
+        train=Examples(training, prompt, rooms, lines),
+        sft=Examples(sayable, prompt, rooms, lines),
+        evaluation=Examples(evaluation, prompt, rooms, lines),
+        reward_functions=reward_functions(options.reward_mode, lines),
         is_correct=is_correct,
         failure_reason=failure_reason,
         alarms=alarms,
         accuracy="success" if options.reward_mode == "success" else "accuracy",
-        highest_rewards=HIGHEST.get(options.reward_mode, {}),
+        highest_rewards=highest_rewards(options.reward_mode, lines),
         measures={
             "prefix score": prefix_score,
             "task success": task_success,
             "goal conditions": goal_conditions,
         },
+        levels=[f"{split}{kind}" for split in ("seen", "unseen") for kind in ("", *KINDS)],
     )
 
 
@@ -198,13 +247,16 @@ def cuts(trajectories: Sequence[Trajectory], every_goal: bool = False) -> list[C
     ]
 
 
+Prompt = Callable[[Cut], list[dict[str, str]]]
+
+
 class Examples(Sequence[Example]):
     """The examples of some cuts, each made when it is asked for: there are 43,898."""
 
     def __init__(
-        self, cuts: Sequence[Cut], listings: Mapping[str, str], rooms: Mapping[str, Room]
+        self, cuts: Sequence[Cut], prompt: Prompt, rooms: Mapping[str, Room], lines: bool
     ):
-        self.cuts, self.listings, self.rooms = cuts, listings, rooms
+        self.cuts, self.prompt, self.rooms, self.lines = cuts, prompt, rooms, lines
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -212,33 +264,62 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        cut = self.cuts[index]
-        return make_example(cut, self.listings[cut.trajectory.scene], self.rooms)
+        return make_example(self.cuts[index], self.prompt, self.rooms, self.lines)
 
 
-def make_example(cut: Cut, actions: str, rooms: Mapping[str, Room]) -> Example:
-    """actions: how the prompt lists them. rooms: for the household, as `learn_rooms` gives them."""
+def make_example(cut: Cut, prompt: Prompt, rooms: Mapping[str, Room], lines: bool) -> Example:
+    """rooms: for the household, as `learn_rooms` gives them. lines: what an answer is."""
     split = cut.trajectory.path.partition("/")[0].removeprefix("valid_")
+    in_json = write_answer(cut.done, cut.remaining, cut.annotation.steps)
     return Example(
-        messages=chat(cut.annotation.goal, cut.done, actions, observe(cut.done)),
-        target=write_answer(cut.done, cut.remaining, cut.annotation.steps),
-        answer=GoldPlan(cut.remaining, cut.done, cut.trajectory, rooms),
-        level=f"{split} {cut.trajectory.task_type}",
+        messages=prompt(cut),
+        target="\n".join(cut.remaining) if lines else in_json,
+        answer=GoldPlan(cut.remaining, cut.done, cut.trajectory, rooms, lines),
+        level=f"{split}/{cut.trajectory.task_type}",
     )
 
 
-def scene_listings(trajectories: Sequence[Trajectory]) -> dict[str, str]:
-    """For each scene the actions whose object is there: some plan in that scene, of whatever split,
-    names it as an object or as a receptacle. What a room contains is no secret of a plan."""
+def prompts(
+    train: Sequence[Trajectory],
+    held_out: Sequence[Trajectory],
+    options: Options,
+    from_scratch: bool,
+) -> Prompt:
+    """How a cut is put to the policy."""
+    there = scene_objects((*train, *held_out)) if options.actions == "scene" else {}
+    if options.alfred_format == "json":
+        every = listing(ACTION_IDS)
+        listings = {scene: listing(_possible(objects)) for scene, objects in there.items()}
+        return lambda cut: chat(
+            cut.annotation.goal,
+            cut.done,
+            listings.get(cut.trajectory.scene, every),
+            observe(cut.done),
+        )
+    if not from_scratch:
+        return lambda cut: alfred_lines.english_chat(
+            cut.annotation.goal, cut.done, sorted(there.get(cut.trajectory.scene, ()))
+        )
+    known = set(_vocabulary(train))
+    return lambda cut: alfred_lines.short_chat(
+        cut.annotation.goal, cut.done, sorted(there.get(cut.trajectory.scene, ())), known
+    )
+
+
+def scene_objects(trajectories: Sequence[Trajectory]) -> dict[str, set[str]]:
+    """For each scene the objects of the 225 actions that are there: some plan in that scene, of
+    whatever split, names it as an object or receptacle. What a room holds is no secret of a plan.
+    """
     there: dict[str, set[str]] = {}
     for t in trajectories:
         names = there.setdefault(t.scene, set())
         names.update(name.lower() for step in t.high_pddl for name in step[1:])
         names.update(split_action(action)[1] for action in t.actions)
-    return {
-        scene: listing([a for a in ACTION_IDS if split_action(a)[1] in names])
-        for scene, names in there.items()
-    }
+    return {scene: names & OBJECTS for scene, names in there.items()}
+
+
+def _possible(objects: Collection[str]) -> list[str]:
+    return [action for action in ACTION_IDS if split_action(action)[1] in objects]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -249,14 +330,15 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
     """A line where the rewards cannot teach the format, or plans grow or stiffen for their sake."""
     if len(batch) < ALARM_FROM:
         return []
-    if not any(PLAN in read_answer(text) for text, _ in batch):
+    lines = batch[0][1].answer.lines
+    if not lines and not any(PLAN in read_answer(text) for text, _ in batch):
         return [
             f"none of {len(batch)} outputs is a JSON object with {PLAN}: what is never sampled is "
             "never rewarded. Begin with SFT (--stage all with --sft-steps 300)"
         ]
     long, constant = 0, Counter()
     for text, example in batch:
-        plan, gold = read_plan(text), example.answer.actions
+        plan, gold = steps_of(text, example.answer), example.answer.actions
         long += len(plan) > LONG_PLAN * len(gold) + 1
         names = {str(s.get("action_name")) for s in plan if isinstance(s, dict)}
         if len(plan) > 1 and len(names) == 1:

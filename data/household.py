@@ -37,7 +37,6 @@ from rewards.household import (
     NO_PLAN,
     HouseAnswer,
     outcome,
-    planned,
     reward_functions,
     world_after,
 )
@@ -218,14 +217,14 @@ def reply(text: str, example: Example) -> str | None:
     """
     answer: HouseAnswer = example.answer
     world, goal = world_after(example.messages, answer), answer.task.goal
-    plan = planned(text, answer.short)
+    plan = alfred.planned(text, answer.lines)
     found = run_plan(world, goal, plan)
     if plan and found.success:
         return None
     failed_at, _ = execute(world, plan)
     action = "" if failed_at is None else plan[failed_at]
     reason = found.reason if plan else NO_PLAN
-    if answer.short:
+    if answer.lines:
         return short_failure(world, goal, action, reason)
     return failure_text(world, failed_at or 0, action, reason)
 
@@ -234,7 +233,7 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
     """A line where the reward cannot teach, or plans grow without need."""
     if len(batch) < ALARM_FROM:
         return []
-    plans = [(planned(text, e.answer.short), e.answer.task.plan) for text, e in batch]
+    plans = [(alfred.planned(text, e.answer.lines), e.answer.task.plan) for text, e in batch]
     if not any(plan for plan, _ in plans):
         return [
             f"none of {len(batch)} outputs is a plan: what is never sampled is never rewarded. "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data import Example, Task
+from data import Example, Task, table_rows
 from grpo.distributed import world_size
 from grpo.episodes import Episode, play
 from grpo.interrupt import shared_out
@@ -74,7 +74,7 @@ class Evaluation:
     def summary(self) -> dict:
         """Accuracy with its 95% interval, pass@k, the table by level, the reasons for failure."""
         right, count = sum(a.correct for a in self.answers), len(self.answers)
-        levels = {level: [a for a in self.answers if a.example.level == level]
+        levels = {level: [a for a in self.answers if level in table_rows(a.example.level)]
                   for level in self._levels()}  # fmt: skip
         return {
             "examples": count,
@@ -99,7 +99,8 @@ class Evaluation:
 
     def _levels(self) -> list[str]:
         """Those that the task has put in order, then the others by the numbers in their names."""
-        there = by_number(dict.fromkeys(a.example.level for a in self.answers if a.example.level))
+        rows = (row for a in self.answers for row in table_rows(a.example.level))
+        there = by_number(dict.fromkeys(rows))
         place = {level: i for i, level in enumerate(self.levels)}
         return sorted(there, key=lambda level: place.get(level, len(place)))
 

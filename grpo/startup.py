@@ -16,7 +16,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from data import Example, Task, task_module
+from data import Example, Task, table_rows, task_module
 from data.sft_file import read_sft_file
 from grpo.checkpoint import find_checkpoint, folder_position
 from grpo.config import Config, changed_settings, from_json
@@ -116,14 +116,15 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
 
 def of_levels(examples: Sequence[Example], levels: str) -> list[Example]:
     """The examples of the levels "name,name"; raises UserError if one of these names none."""
-    wanted, known = [name.strip() for name in levels.split(",")], {e.level for e in examples}
-    for name in wanted:
-        if name not in known:
-            raise UserError(
-                f"--train-levels: no training example is of level '{name}'; there are: "
-                f"{', '.join(sorted(known - {''})) or 'none in this task'}"
-            )
-    return [example for example in examples if example.level in wanted]
+    known = {level: table_rows(level) for level in dict.fromkeys(e.level for e in examples)}
+    rows = {row for rows in known.values() for row in rows}
+    wanted = {name.strip() for name in levels.split(",")}
+    for name in sorted(wanted - rows):
+        raise UserError(
+            f"--train-levels: no training example is of level '{name}'; there are: "
+            f"{', '.join(sorted(rows)) or 'none in this task'}"
+        )
+    return [example for example in examples if wanted.intersection(known[example.level])]
 
 
 def trained_stages(config: Config) -> list[str]:

@@ -16,6 +16,8 @@ nothing at all for an answer with a step that it cannot read, and takes 0.25 off
 one action is left and more are planned. In both, capitals do not matter, the last of two equal keys
 counts, and what follows a complete plan is free.
 
+An answer may also be lines, an action a line by its name, for which match and accuracy are paid.
+
 success pays 1 for any plan that can be done after what has been done and reaches the goal in the
 household of data/household_world.py, and 0 for all others.
 
@@ -44,6 +46,7 @@ HIGHEST = {
     "documented": {"structure": 0.125, "valid": 0.125, "match": 0.25, "accuracy": 1.0},
     "success": {"success": 1.0},
 }
+OF_JSON = ("structure", "valid")  # rewards that lines cannot earn or miss
 FENCE = "```"
 FIELDS = (
     "visual_state_description",
@@ -52,6 +55,8 @@ FIELDS = (
     "executable_plan",
 )
 PLAN = FIELDS[-1]
+NO_ACTION = -1  # the id of a line that is none
+_IDS = {str(number) for number in range(len(ACTIONS))}
 
 
 @dataclass(frozen=True)
@@ -60,20 +65,28 @@ class GoldPlan:
 
     actions: what is left to do, in order, at least one. done: what comes before it. trajectory:
     where both are from, None if from nowhere; rooms: what is known of its floor plan and others.
+    lines: an answer is an action a line, not JSON.
     """
 
     actions: tuple[str, ...]
     done: tuple[str, ...] = ()
     trajectory: Any = None
     rooms: Mapping[str, Room] = field(default_factory=dict)
+    lines: bool = False
 
 
-def reward_functions(mode: str) -> dict[str, RewardFunction]:
+def reward_functions(mode: str, lines: bool = False) -> dict[str, RewardFunction]:
     """By name, in the order of the table. example.answer is a GoldPlan."""
     modes = {"documented": _documented, "verbatim": _verbatim, "success": _success}
     if mode not in modes:
         raise UserError(f"--reward-mode: '{mode}' is none of {', '.join(modes)}")
-    return modes[mode]()
+    functions = modes[mode]()
+    return {n: f for n, f in functions.items() if n not in OF_JSON} if lines else functions
+
+
+def highest_rewards(mode: str, lines: bool = False) -> dict[str, float]:
+    """HIGHEST, of the rewards that there are for answers in lines."""
+    return {n: v for n, v in HIGHEST.get(mode, {}).items() if not (lines and n in OF_JSON)}
 
 
 def prefix_reward(right: int, length: int) -> float:
@@ -110,6 +123,25 @@ def read_plan(text: str) -> list[Any]:
     """The steps of an answer's plan, each whatever it is; none without a plan that is a list."""
     plan = read_answer(text).get(PLAN)
     return plan if isinstance(plan, list) else []
+
+
+def plan_lines(text: str) -> list[str]:
+    """The actions of an answer in lines, by their names; an id alone stands for its name. What is
+    neither stays as it is.
+
+    >>> plan_lines("goto bed; pickup pen")
+    ['goto bed', 'pickup pen']
+    """
+    parts = [part.strip() for part in text.replace(";", "\n").split("\n")]
+    return [ACTIONS[int(part)] if part in _IDS else part for part in parts if part]
+
+
+def steps_of(text: str, gold: GoldPlan) -> list[Any]:
+    """The steps of an answer, be it JSON or lines, as the JSON has them."""
+    if not gold.lines:
+        return read_plan(text)
+    names = plan_lines(text)
+    return [{"action_id": ACTION_IDS.get(n.lower(), NO_ACTION), "action_name": n} for n in names]
 
 
 def action_of(step: Any) -> str | None:
@@ -152,15 +184,17 @@ def _share(steps: Sequence, rule: Callable[[Any], Any]) -> float:
 
 def is_correct(text: str, example: Example) -> bool:
     """The plan is the gold one, action for action, with nothing behind it."""
-    steps, gold = read_plan(text), example.answer.actions
+    steps, gold = steps_of(text, example.answer), example.answer.actions
     return len(steps) == len(gold) == _leading(steps, gold, _is_gold)
 
 
 def failure_reason(text: str, example: Example) -> str:
     """Why a plan is not the gold one."""
-    answer, steps, gold = read_answer(text), read_plan(text), example.answer.actions
+    steps, gold = steps_of(text, example.answer), example.answer.actions
+    if not steps and example.answer.lines:
+        return "no plan"
     if not steps:
-        return "no plan in the JSON" if answer else "no JSON object"
+        return "no plan in the JSON" if read_answer(text) else "no JSON object"
     right = _leading(steps, gold, _is_gold)
     if right == len(gold):
         return "goes on after the end"
@@ -175,10 +209,10 @@ def failure_reason(text: str, example: Example) -> str:
 # success
 
 
-def planned(text: str) -> list[str]:
+def planned(text: str, lines: bool = False) -> list[str]:
     """The actions of a plan by their names, an id without a name standing for it. What is no action
     stays as it is, for the household to refuse."""
-    return [_step_name(step) for step in read_plan(text)]
+    return plan_lines(text) if lines else [_step_name(step) for step in read_plan(text)]
 
 
 def _step_name(step: Any) -> str:
@@ -196,7 +230,7 @@ def outcome(text: str, example: Example) -> Outcome:
     """What becomes of the plan in the household of its trajectory, after what has been done."""
     gold = example.answer
     world, goal = world_of(gold.trajectory, gold.rooms), goal_of(gold.trajectory)
-    return run_plan(world, goal, [*gold.done, *planned(text)])
+    return run_plan(world, goal, [*gold.done, *planned(text, gold.lines)])
 
 
 def task_success(text: str, example: Example) -> float:
@@ -221,7 +255,7 @@ def _documented() -> dict[str, RewardFunction]:
     return {
         "structure": lambda text, example: 0.125 * (read_answer(text).keys() >= set(FIELDS)),
         "valid": lambda text, example: 0.125 * _share(read_plan(text), _is_valid),
-        "match": lambda text, example: 0.25 * _share(read_plan(text), action_of),
+        "match": lambda text, example: 0.25 * _share(steps_of(text, example.answer), action_of),
         "accuracy": prefix_score,
     }
 
@@ -229,7 +263,7 @@ def _documented() -> dict[str, RewardFunction]:
 def prefix_score(text: str, example: Example) -> float:
     """The documented accuracy."""
     gold = example.answer.actions
-    return prefix_reward(_leading(read_plan(text), gold, _is_gold), len(gold))
+    return prefix_reward(_leading(steps_of(text, example.answer), gold, _is_gold), len(gold))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data import Example, RewardFunction
-from data.alfred_actions import ACTIONS
 from data.household_goals import Outcome, run_plan
 from data.household_tasks import HouseTask
 from data.household_world import World, execute
@@ -28,16 +27,15 @@ from rewards import alfred
 MODES = ("success", "progress", *alfred.PLAN_MODES)
 # What a right answer can earn; by "progress" that depends on what held before it.
 HIGHEST = {"success": {"success": 1.0}, "documented": alfred.HIGHEST["documented"]}
-_IDS = {str(number) for number in range(len(ACTIONS))}
 NO_PLAN = "no plan: the answer has no actions that can be read"
 
 
 @dataclass(frozen=True)
 class HouseAnswer:
-    """What the rewards and the judge need. short: an answer is an action a line, not JSON."""
+    """What the rewards and the judge need. lines: an answer is an action a line, not JSON."""
 
     task: HouseTask
-    short: bool
+    lines: bool
 
     @property
     def actions(self) -> tuple[str, ...]:
@@ -67,25 +65,12 @@ def _progress(text: str, example: Example) -> float:
 # Reading and judging
 
 
-def planned(text: str, short: bool) -> list[str]:
-    """The actions of an answer, by their names; an id alone stands for its name. What is neither
-    stays as it is, for the household to refuse. [] if there are none to be read.
-
-    >>> planned("goto bed; pickup pen", short=True)
-    ['goto bed', 'pickup pen']
-    """
-    if short:
-        parts = [part.strip() for part in text.replace(";", "\n").split("\n")]
-        return [ACTIONS[int(part)] if part in _IDS else part for part in parts if part]
-    return alfred.planned(text)
-
-
 def world_after(messages: Sequence[dict[str, str]], answer: HouseAnswer) -> World:
     """The household once the plans of all the assistant's turns so far are done."""
     world = answer.task.world()
     for message in messages:
         if message["role"] == "assistant":
-            execute(world, planned(message["content"], answer.short))
+            execute(world, alfred.planned(message["content"], answer.lines))
     return world
 
 
@@ -95,7 +80,7 @@ def outcome(text: str, example: Example) -> Outcome:
 
 
 def _judge(world: World, text: str, answer: HouseAnswer) -> Outcome:
-    plan = planned(text, answer.short)
+    plan = alfred.planned(text, answer.lines)
     found = run_plan(world, answer.task.goal, plan)
     if plan:
         return found

@@ -19,7 +19,7 @@ from tiny import TEMPLATE
 import data.alfred_files as files
 import train
 from data import task_module
-from data.alfred import Options, alarms, cuts, load, make_task
+from data.alfred import DEFAULTS, Options, alarms, cuts, load, make_task, scratch_tokens
 from data.alfred_actions import ACTION_IDS, ACTIONS, VERBS, objects, split_action
 from data.alfred_files import (
     SPLITS,
@@ -35,6 +35,7 @@ from data.alfred_files import (
 from data.alfred_prompt import INSTRUCTIONS, SHAPE, listing, observe, write_answer
 from grpo.config import parse
 from grpo.errors import UserError
+from grpo.tokenizer import render_prompt, scratch_tokenizer
 from rewards.alfred import FIELDS, is_correct
 
 DATA, CASES = os.environ.get("GRPO_DATA"), os.environ.get("GRPO_CASES")
@@ -195,7 +196,7 @@ def test_the_prompt_says_what_is_done_and_what_follows_from_it():
     (system,) = {e.messages[0]["content"] for e in task.train}
     assert system == f"{INSTRUCTIONS}\n{listing(ACTIONS)}"
     assert tuple(json.loads(SHAPE)) == FIELDS
-    assert by_step[0].level == "train pick_and_place_simple"
+    assert by_step[0].level == "train/pick_and_place_simple"
 
 
 def test_the_listing_gives_each_action_its_id_once():
@@ -260,13 +261,93 @@ def test_the_evaluation_is_of_whole_plans_or_of_all_and_by_split(alone):
     ):
         options = Options(data_dir=str(alone), eval_split=split, eval_plans=plans)
         task = load(options, 0, False)
-        assert Counter(e.level.partition(" ")[0] for e in task.evaluation) == expected
+        assert Counter(e.level.partition("/")[0] for e in task.evaluation) == expected
     assert [e.target for e in task.train] == [e.target for e in load(options, 1, False).train]
 
 
-def test_a_model_from_scratch_is_refused_before_the_data_is_looked_for(alone):
-    with pytest.raises(UserError, match="a model from scratch knows no words"):
-        parse(["--task", "alfred", "--model", "scratch", "--data-dir", "nowhere"])
+# ---------------------------------------------------------------------------------------------
+# Lines: the short form
+
+
+def test_the_short_prompt_has_the_words_that_training_goals_share_and_the_plan_is_lines():
+    goals = ("Shelve the pen.", "Put the pen on a SHELF!", "the pen, on the shelf")
+    trajectory = make_trajectory(record(goals=goals))
+    options = Options(actions="scene")
+    task = make_task([trajectory], [trajectory], options, from_scratch=True)
+    by_step = sorted(task.train, key=lambda e: len(e.answer.done))
+    # "shelve", "put" and "a" are in one goal each, "shelf" and "on" in two.
+    assert [e.messages for e in by_step[:2]] == [
+        [{"role": "user", "content": "there desk pen shelf\ngoal ? the pen"}],
+        [{"role": "user", "content": "there desk pen shelf\ndone goto desk\ngoal ? the pen"}],
+    ]
+    assert by_step[1].target == "pickup pen\ngoto shelf\nput pen"
+    (bare,) = make_task([], [trajectory], Options(), from_scratch=True).evaluation
+    assert bare.messages[0]["content"] == "goal ? ? ?"
+
+
+def test_a_pretrained_model_may_answer_in_lines_and_reads_the_goal_as_it_is_written():
+    trajectory = make_trajectory(record())
+    options = Options(alfred_format="lines", actions="scene")
+    (first, *_) = sorted(
+        make_task([trajectory], [], options).train, key=lambda e: len(e.answer.done)
+    )
+    assert "one on a line" in first.messages[0]["content"]
+    assert first.messages[1]["content"] == (
+        "In the room: desk, pen, shelf\nDone: nothing\nGoal: Shelve the pen."
+    )
+    assert first.target.splitlines() == list(first.answer.actions)
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards", "reason"),
+    [
+        ("goto desk\npickup pen\ngoto shelf\nput pen", (0.25, 1.0), ""),
+        ("21; Pickup Pen; 50; put pen", (0.25, 1.0), ""),  # ids, and capitals do not matter
+        ("goto desk\npickup pen\nfly", (0.25 * 2 / 3, 0.3), "a step that is no action"),
+        ("goto desk\npickup pen", (0.25, 0.3), "stops too early"),
+        ("goto desk\npickup pen\ngoto shelf\nput pen\nput pen", (0.25, 1.0), "goes on after the end"),
+        ("", (0.0, 0.0), "no plan"),
+        ('{"executable_plan": []}', (0.0, 0.0), "a step that is no action"),
+    ],
+)  # fmt: skip
+def test_lines_are_rewarded_as_steps_are_without_the_rewards_of_json(text, rewards, reason):
+    trajectory = make_trajectory(record())
+    task = make_task([trajectory], [trajectory], Options(), from_scratch=True)
+    (example,) = task.evaluation
+    found = {name: f(text, example) for name, f in task.reward_functions.items()}
+    assert found == pytest.approx(dict(zip(("match", "accuracy"), rewards, strict=True)))
+    assert task.is_correct(text, example) == (reason == "")
+    assert reason in ("", task.failure_reason(text, example))
+    assert task.highest_rewards == {"match": 0.25, "accuracy": 1.0}
+    assert task.measures["task success"](text, example) == (reason == "")
+
+
+def test_what_does_not_go_together_is_refused_before_the_data_is_looked_for(alone):
+    nowhere = ["--task", "alfred", "--data-dir", "nowhere", "--model"]
+    with pytest.raises(UserError, match="--alfred-format json: a model from scratch knows no Engl"):
+        parse([*nowhere, "scratch", "--alfred-format", "json"])
+    with pytest.raises(UserError, match="--reward-mode verbatim is what the published code pays"):
+        parse([*nowhere, "scratch", "--reward-mode", "verbatim"])
+    _, options, _ = parse([*nowhere, "scratch"])
+    assert (options.alfred_format, options.actions, options.goals) == ("lines", "scene", "all")
+
+
+@with_data
+def test_every_published_short_example_is_made_of_the_vocabulary(published):
+    held_out = [*published["valid_seen"], *published["valid_unseen"]]
+    options = Options(actions="scene", data_dir=str(Path(DATA) / "alfred"))
+    tokenizer = scratch_tokenizer(scratch_tokens(options))
+    task = make_task(published["train"], held_out, options, from_scratch=True)
+    longest = [0, 0]
+    for example in [*task.sft[::20], *task.evaluation]:
+        prompt = render_prompt(tokenizer, example.messages, "chat")
+        target = tokenizer(example.target).input_ids
+        assert tokenizer.decode(prompt) == example.messages[0]["content"] + "\n"
+        assert tokenizer.decode(target) == example.target
+        longest = [max(n, len(ids)) for n, ids in zip(longest, (prompt, target), strict=True)]
+    scratch = DEFAULTS["scratch"]
+    assert longest[0] <= scratch["max_prompt_length"]
+    assert longest[1] < scratch["max_completion_length"]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -100,6 +100,17 @@ def test_without_a_lenient_judge_nothing_is_said_of_it():
     assert table({"start": old, "after": new}).splitlines()[2].split() == ["lenient", "-", "75.0%"]
 
 
+def test_a_level_with_a_slash_counts_in_the_row_above_it_too():
+    answers = [
+        Answer(example("a", "b", level), "", correct, "", 1)
+        for level, correct in (("a/x", True), ("a/y", False), ("b", True))
+    ]
+    found = Evaluation(answers, levels=("b", "a", "a/y", "a/x")).summary()["levels"]
+    assert [(name, row["examples"], row["accuracy"]) for name, row in found.items()] == [
+        ("b", 1, 1.0), ("a", 2, 0.5), ("a/y", 1, 0.0), ("a/x", 1, 1.0)
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "appeared, order, wanted",
     [

@@ -17,7 +17,8 @@ from data.household_tasks import HouseTask, RandomTasks, held_out_tasks, random_
 from data.household_text import PHRASES, WORDS
 from data.household_world import LAMPS, REASONS, reason_kind
 from grpo.errors import UserError
-from rewards.household import MODES, HouseAnswer, outcome, planned, reward_functions
+from rewards.alfred import planned
+from rewards.household import MODES, HouseAnswer, outcome, reward_functions
 
 APPLE = HouseTask(
     room="kitchen",
@@ -145,7 +146,7 @@ def test_every_short_text_is_made_of_the_vocabulary_in_one_way():
 
 
 @pytest.mark.parametrize(
-    ("text", "short", "actions"),
+    ("text", "lines", "actions"),
     [
         ("goto bed\npickup pen", True, ["goto bed", "pickup pen"]),
         (" goto bed ;; pickup pen;\n", True, ["goto bed", "pickup pen"]),
@@ -159,8 +160,8 @@ def test_every_short_text_is_made_of_the_vocabulary_in_one_way():
         ("[" * 100_000, False, []),
     ],
 )
-def test_plans_are_read(text, short, actions):
-    assert planned(text, short) == actions
+def test_plans_are_read(text, lines, actions):
+    assert planned(text, lines) == actions
 
 
 def test_what_does_not_go_together_is_refused():
