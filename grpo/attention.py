@@ -32,6 +32,7 @@ ATTENTION = "grpo"
 
 # A shorter common opening costs a piece of its own and saves next to nothing.
 SHORTEST_COMMON = 64
+SIMILAR = 1.5  # times the shortest of the rows that are padded to one length
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, layout=None, **_):
@@ -101,24 +102,25 @@ class PackedLayout:
     common: int = 0
 
     def __post_init__(self):
-        starts, end = [], self.common
+        runs, end = [], self.common  # the places of each prompt, then of each completion
         for length in self.prompt_lengths + self.completion_lengths:
-            starts.append(end)
+            runs.append(range(end, end + length))
             end += length
         self.total = end
-        prompts = len(self.prompt_lengths)
-        self.prompt_starts, completion_starts = starts[:prompts], starts[prompts:]
-        self.pieces = [*self._opening(), *self._prompts(completion_starts)]
-        rows = [
-            (length, start)
-            for length, start in zip(self.completion_lengths, completion_starts, strict=True)
-            if length
-        ]
-        if rows:
-            lengths, row_starts = zip(*rows, strict=True)
-            places = pad_index(lengths, row_starts, self.device)
-            real = length_mask(lengths, max(lengths), self.device)
-            self.pieces.append(Piece(places, places, True, real))
+        prompts, completions = runs[: len(self.prompt_lengths)], runs[len(self.prompt_lengths) :]
+        self.prompt_starts = [prompt.start for prompt in prompts]
+        followers: list[list[range]] = [[] for _ in prompts]
+        for prompt, completion in zip(self.of_prompt, completions, strict=True):
+            followers[prompt] += [completion] * bool(completion)
+        rows, asked = [], []
+        for prompt, its in zip(prompts, followers, strict=True):
+            if len(its) == 1:  # nothing is shared: the two are one ordinary row
+                rows.append([*prompt, *its[0]])
+                continue
+            rows += [list(run) for run in (prompt, *its)]
+            if its:
+                asked.append((prompt, [place for completion in its for place in completion]))
+        self.pieces = [*self._opening(), *self._prompts(asked), *self._causal(rows)]
 
     def _opening(self) -> list[Piece]:
         if not self.common:
@@ -126,40 +128,36 @@ class PackedLayout:
         opening, rest = slice(0, self.common), slice(self.common, self.total)
         return [Piece(opening, opening, True), Piece(rest, opening, False)]
 
-    def _prompts(self, completion_starts: list[int]) -> list[Piece]:
-        """Each prompt over itself, and its completions over it; prompts of one length together."""
-        followers: list[list[int]] = [[] for _ in self.prompt_lengths]
-        for prompt, start, length in zip(
-            self.of_prompt, completion_starts, self.completion_lengths, strict=True
-        ):
-            followers[prompt].extend(range(start, start + length))
+    def _prompts(self, asked: list[tuple[range, list[int]]]) -> list[Piece]:
+        """The completions of each prompt over it; prompts of one length together."""
         pieces = []
-        for length in sorted(set(self.prompt_lengths)):
-            same = [i for i, n in enumerate(self.prompt_lengths) if n == length]
-            keys = self._runs([self.prompt_starts[i] for i in same], length)
-            pieces.append(Piece(keys, keys, True))
-            asking = [i for i in same if followers[i]]
-            if not asking:
-                continue
-            if len(asking) < len(same):
-                keys = self._runs([self.prompt_starts[i] for i in asking], length)
-            counts = [len(followers[i]) for i in asking]
-            first, last = followers[asking[0]][0], followers[asking[0]][-1]
-            if len(asking) == 1 and last - first + 1 == counts[0]:
-                pieces.append(Piece(slice(first, last + 1), keys, False))
-                continue
-            widest = max(counts)
-            places = [
-                followers[i] + followers[i][:1] * (widest - len(followers[i])) for i in asking
-            ]
-            queries = torch.tensor(places, device=self.device)
-            pieces.append(Piece(queries, keys, False, length_mask(counts, widest, self.device)))
+        for length in sorted({len(prompt) for prompt, _ in asked}):
+            same = [pair for pair in asked if len(pair[0]) == length]
+            keys, _ = self._padded([list(prompt) for prompt, _ in same])
+            queries, real = self._padded([places for _, places in same])
+            pieces.append(Piece(queries, keys, False, real))
         return pieces
 
-    def _runs(self, starts: list[int], length: int) -> slice | torch.Tensor:
-        if len(starts) == 1:
-            return slice(starts[0], starts[0] + length)
-        return pad_index([length] * len(starts), starts, self.device)
+    def _causal(self, rows: list[list[int]]) -> list[Piece]:
+        """Rows that see themselves. Those of similar length are padded to one: whatever its size, a
+        piece costs some dozens of small operations a layer."""
+        pieces, rows = [], sorted(rows, key=len)
+        while rows:
+            count = sum(len(row) <= SIMILAR * len(rows[0]) for row in rows)
+            places, real = self._padded(rows[:count])
+            pieces.append(Piece(places, places, True, real))
+            rows = rows[count:]
+        return pieces
+
+    def _padded(self, rows: list[list[int]]) -> tuple[slice | torch.Tensor, torch.Tensor | None]:
+        """(places [rows, longest], which of them are real; None: all). One run is a slice."""
+        if len(rows) == 1 and rows[0][-1] - rows[0][0] + 1 == len(rows[0]):
+            return slice(rows[0][0], rows[0][-1] + 1), None
+        lengths = [len(row) for row in rows]
+        longest = max(lengths)
+        places = [row + row[:1] * (longest - len(row)) for row in rows]
+        real = None if min(lengths) == longest else length_mask(lengths, longest, self.device)
+        return torch.tensor(places, device=self.device), real
 
     def attend(self, layer, query, key, value, scaling):
         """query [1, H, T, D], key and value [1, K, T, D] → [1, T, H, D]."""
