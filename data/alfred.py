@@ -12,8 +12,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from data import Example, Task, alfred_lines
+from data import Example, Task, alfred_lines, table_rows
 from data.alfred_actions import ACTION_IDS, split_action
 from data.alfred_files import Annotation, Trajectory, read_split
 from data.alfred_prompt import chat, listing, observe, write_answer
@@ -41,7 +42,6 @@ EVALUATED = {
     "unseen": ("valid_unseen",),
     "both": ("valid_seen", "valid_unseen"),
 }
-KINDS = [f"/{task_type}" for task_type in TASK_TYPES]
 OBJECTS = {split_action(action)[1] for action in ACTION_IDS}
 ALARM_FROM = 16  # outputs; fewer say little
 LONG_PLAN, LONG_SHARE = 2, 0.1  # times the gold plan; above this share an alarm is raised
@@ -72,6 +72,8 @@ class Options:
                              choices=tuple(EVALUATED))
     eval_plans: str = option("whole", "evaluate whole plans, or also the rest of them after each "
                              "action", choices=("whole", "all"))
+    eval_by: str = option("type", "rows of the evaluation's table: the types of task, or how many "
+                          "actions are done already", choices=("type", "step"))
     # fmt: on
 
 
@@ -187,6 +189,8 @@ def make_task(
     options = resolve(options, from_scratch)
     lines, rooms = options.alfred_format == "lines", learn_rooms(train)
     prompt = prompts(train, held_out, options, from_scratch)
+    level = {"type": by_type, "step": by_step}[options.eval_by]
+    make = partial(make_example, prompt=prompt, rooms=rooms, lines=lines, level=level)
     training = cuts(train, every_goal=options.goals == "all")
     sayable = [c for c in training if all(a in ACTION_IDS for a in c.remaining)]
     evaluation = cuts(held_out)
@@ -197,9 +201,9 @@ def make_task(
         random.Random(f"alfred/{name}").shuffle(mixed)
     return Task(
         name="alfred",
-        train=Examples(training, prompt, rooms, lines),
-        sft=Examples(sayable, prompt, rooms, lines),
-        evaluation=Examples(evaluation, prompt, rooms, lines),
+        train=Examples(training, make),
+        sft=Examples(sayable, make),
+        evaluation=Examples(evaluation, make),
         reward_functions=reward_functions(options.reward_mode, lines),
         is_correct=is_correct,
         failure_reason=failure_reason,
@@ -211,7 +215,7 @@ def make_task(
             "task success": task_success,
             "goal conditions": goal_conditions,
         },
-        levels=[f"{split}{kind}" for split in ("seen", "unseen") for kind in ("", *KINDS)],
+        levels=sorted({row for cut in evaluation for row in table_rows(level(cut))}, key=_in_order),
     )
 
 
@@ -252,10 +256,8 @@ Prompt = Callable[[Cut], list[dict[str, str]]]
 class Examples(Sequence[Example]):
     """The examples of some cuts, each made when it is asked for: there are 43,898."""
 
-    def __init__(
-        self, cuts: Sequence[Cut], prompt: Prompt, rooms: Mapping[str, Room], lines: bool
-    ):
-        self.cuts, self.prompt, self.rooms, self.lines = cuts, prompt, rooms, lines
+    def __init__(self, cuts: Sequence[Cut], make: Callable[[Cut], Example]):
+        self.cuts, self.make = cuts, make
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -263,19 +265,43 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return make_example(self.cuts[index], self.prompt, self.rooms, self.lines)
+        return self.make(self.cuts[index])
 
 
-def make_example(cut: Cut, prompt: Prompt, rooms: Mapping[str, Room], lines: bool) -> Example:
+def make_example(
+    cut: Cut,
+    prompt: Prompt,
+    rooms: Mapping[str, Room],
+    lines: bool,
+    level: Callable[[Cut], str],
+) -> Example:
     """rooms: for the household, as `learn_rooms` gives them. lines: what an answer is."""
-    split = cut.trajectory.path.partition("/")[0].removeprefix("valid_")
     in_json = write_answer(cut.done, cut.remaining, cut.annotation.steps)
     return Example(
         messages=prompt(cut),
         target="\n".join(cut.remaining) if lines else in_json,
         answer=GoldPlan(cut.remaining, cut.done, cut.trajectory, rooms, lines),
-        level=f"{split}/{cut.trajectory.task_type}",
+        level=level(cut),
     )
+
+
+def by_type(cut: Cut) -> str:
+    return f"{_split(cut)}/{cut.trajectory.task_type}"
+
+
+def by_step(cut: Cut) -> str:
+    return f"{_split(cut)}/{cut.step} done"
+
+
+def _split(cut: Cut) -> str:
+    return cut.trajectory.path.partition("/")[0].removeprefix("valid_")
+
+
+def _in_order(row: str) -> tuple:
+    """The splits, each before its rows; those by the number of actions, or in ALFRED's order."""
+    split, _, name = row.partition("/")
+    number, _, _ = name.partition(" ")
+    return split, 1 + int(number) if number.isdigit() else ("", *TASK_TYPES).index(name)
 
 
 def prompts(

@@ -246,6 +246,17 @@ def test_the_target_is_in_the_words_of_the_annotation_and_without_them_in_the_ac
     assert first["reasoning_and_reflection"] == "Nothing is done yet. Next: Goto desk."
 
 
+def test_the_table_has_a_row_for_each_split_and_below_it_for_each_type_or_number_of_actions_done():
+    seen, unseen = (make_trajectory(record(f"valid_{s}/a/trial_1")) for s in ("seen", "unseen"))
+    task = make_task([], [unseen, seen], Options(eval_plans="all"))
+    kind = "pick_and_place_simple"
+    assert task.levels == ["seen", f"seen/{kind}", "unseen", f"unseen/{kind}"]
+    task = make_task([], [unseen, seen], Options(eval_plans="all", eval_by="step"))
+    assert task.levels == [f"{s}{r}" for s in ("seen", "unseen")
+                           for r in ("", "/0 done", "/1 done", "/2 done", "/3 done")]  # fmt: skip
+    assert all(e.level.endswith(f"/{len(e.answer.done)} done") for e in task.evaluation)
+
+
 def test_sft_imitates_no_action_without_an_id_and_grpo_keeps_the_example():
     plan = [["PickupObject", "butterknife"], ["CoolObject", ""], ["GotoLocation", "desk"]]
     task = make_task([make_trajectory(record(plan=plan))], [], Options())
