@@ -186,14 +186,15 @@ def _activations(shape: ModelShape, config: Config, compute_bytes: int) -> float
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     folded = config.lora_rank > 0 and config.quantize != "nf4"
     if folded:
-        # Two normed inputs, rotated q and k, the product they came from with v, attention's output,
-        # gate, up, the gate's activation and the product.
-        kept = 2 * hidden + 3 * q + 3 * kv + 4 * shape.intermediate
-    else:  # transformers' modules keep the residuals and the norms' results too
+        # The two norms' inputs, rotated q and k, the product they came from with v, attention's
+        # output and log-sum-exp, gate and up.
+        layer = (2 * hidden + 3 * q + 3 * kv + 2 * shape.intermediate) * compute_bytes
+        layer += shape.heads * FP32
+    else:  # transformers' modules keep the norms' inputs in float32, and all that comes after
         kept = 5 * hidden + 3 * q + 3 * kv + 4 * shape.intermediate
         if config.lora_rank > 0:
             kept += sum(inputs for inputs, _ in shape.linears)
-    layer = kept * compute_bytes + 2 * hidden * FP32  # the norms keep their input in float32
+        layer = kept * compute_bytes + 2 * hidden * FP32
     if config.gradient_checkpointing:
         a_token = shape.layers * hidden * compute_bytes + layer
     else:
