@@ -54,8 +54,8 @@ class Task:
         none.
     measures: what the evaluation reports beside the accuracy, as means over all and by level: by
         name, (text, example) -> number.
-    levels: the levels of the examples in the order of the evaluation table; those that it does not
-        name follow, by the numbers in their names.
+    levels: the rows of the evaluation table in their order, those that others count in too; rows
+        that it does not name follow, by the numbers in their names.
     failure_reason: why an incorrect completion failed, as a few words that a table can count.
     alarms: one line for each sign of reward hacking in a batch of (text, example) pairs.
     reply: what the world answers to a completion, None where the episode is over: (text, example)
@@ -86,7 +86,8 @@ class Task:
 
 
 def table_rows(level: str) -> list[str]:
-    """
+    """The rows of the evaluation table that an example of this level counts in.
+
     >>> table_rows("seen/heat"), table_rows("easy"), table_rows("")
     (['seen', 'seen/heat'], ['easy'], [])
     """

@@ -26,6 +26,8 @@ from rewards.alfred import (
     MODES,
     PLAN,
     GoldPlan,
+    action_of,
+    answered_steps,
     failure_reason,
     goal_conditions,
     highest_rewards,
@@ -33,7 +35,6 @@ from rewards.alfred import (
     prefix_score,
     read_answer,
     reward_functions,
-    steps_of,
     task_success,
 )
 
@@ -59,7 +60,7 @@ class Options:
     goals: str = option("first", "whose words the goal is in: the first annotation's, or each of "
                         "them as an example of its own", choices=("first", "all"))
     actions: str = option("all", "which actions the prompt lists: all 225, or those with the "
-                          "objects of the scene; of lines, the objects or none",
+                          "objects of the scene; a prompt for lines names those objects, or none",
                           choices=("all", "scene"))
     alfred_format: str = option("auto", "what an answer is: json = an object with reflections and "
                                 "the plan, lines = an action a line, after a short prompt; auto = "
@@ -156,7 +157,12 @@ def resolve(options: Options, from_scratch: bool) -> Options:
     """The options with the format decided. Raises UserError for what does not go together."""
     if options.alfred_format == "json" and from_scratch:
         raise UserError(
-            "--alfred-format json: a model from scratch knows no English; leave the flag out"
+            "--alfred-format json: a model from scratch knows no English; give --model a model "
+            "tuned for chat, or leave the flag out"
+        )
+    if options.eval_by == "step" and options.eval_plans == "whole":
+        raise UserError(
+            "--eval-by step: whole plans are all of step 0; give --eval-plans all with it"
         )
     if options.alfred_format == "auto":
         options = replace(options, alfred_format="lines" if from_scratch else "json")
@@ -254,7 +260,8 @@ Prompt = Callable[[Cut], list[dict[str, str]]]
 
 
 class Examples(Sequence[Example]):
-    """The examples of some cuts, each made when it is asked for: there are 43,898."""
+    """The examples of some cuts, each made when it is asked for: there are 43,898, and of all
+    annotations three times as many."""
 
     def __init__(self, cuts: Sequence[Cut], make: Callable[[Cut], Example]):
         self.cuts, self.make = cuts, make
@@ -276,10 +283,13 @@ def make_example(
     level: Callable[[Cut], str],
 ) -> Example:
     """rooms: for the household, as `learn_rooms` gives them. lines: what an answer is."""
-    in_json = write_answer(cut.done, cut.remaining, cut.annotation.steps)
+    if lines:
+        target = "\n".join(cut.remaining)
+    else:
+        target = write_answer(cut.done, cut.remaining, cut.annotation.steps)
     return Example(
         messages=prompt(cut),
-        target="\n".join(cut.remaining) if lines else in_json,
+        target=target,
         answer=GoldPlan(cut.remaining, cut.done, cut.trajectory, rooms, lines),
         level=level(cut),
     )
@@ -355,23 +365,31 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
     """A line where the rewards cannot teach the format, or plans grow or stiffen for their sake."""
     if len(batch) < ALARM_FROM:
         return []
-    lines = batch[0][1].answer.lines
-    if not lines and not any(PLAN in read_answer(text) for text, _ in batch):
+    in_lines = batch[0][1].answer.lines
+    wanted = "a plan in lines" if in_lines else f"a JSON object with {PLAN}"
+    if not any(_is_plan(text, example.answer) for text, example in batch):
         return [
-            f"none of {len(batch)} outputs is a JSON object with {PLAN}: what is never sampled is "
-            "never rewarded. Begin with SFT (--stage all with --sft-steps 300)"
+            f"none of {len(batch)} outputs is {wanted}: what is never sampled is never rewarded. "
+            "Begin with SFT (--stage all with --sft-steps 300)"
         ]
     long, constant = 0, Counter()
     for text, example in batch:
-        plan, gold = steps_of(text, example.answer), example.answer.actions
+        plan, gold = answered_steps(text, example.answer), example.answer.actions
         long += len(plan) > LONG_PLAN * len(gold) + 1
         names = {str(s.get("action_name")) for s in plan if isinstance(s, dict)}
         if len(plan) > 1 and len(names) == 1:
             constant.update(names)
-    lines = []
+    found = []
     if long > LONG_SHARE * len(batch):
-        lines.append(f"{long} of {len(batch)} plans are over {LONG_PLAN} times as long as needed")
+        found.append(f"{long} of {len(batch)} plans are over {LONG_PLAN} times as long as needed")
     name, times = max(constant.items(), key=lambda item: item[1], default=("", 0))
     if times > CONSTANT_SHARE * len(batch):
-        lines.append(f"{times} of {len(batch)} plans are {name[:40]!a} again and again")
-    return lines
+        found.append(f"{times} of {len(batch)} plans are {name[:40]!a} again and again")
+    return found
+
+
+def _is_plan(text: str, gold: GoldPlan) -> bool:
+    """Whether there is something to be rewarded: the JSON, or a line that is an action."""
+    if gold.lines:
+        return any(map(action_of, answered_steps(text, gold)))
+    return PLAN in read_answer(text)

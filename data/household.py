@@ -121,14 +121,14 @@ def load(options: Options, seed: int, from_scratch: bool) -> Task:
     """The task for these flags; seed chooses the training households, never the held-out ones."""
     options = resolve(options, from_scratch)
     held_out = held_out_tasks(options.household_held_out)
-    short = options.household_format == "lines"
+    lines = options.household_format == "lines"
     train = RandomTasks(options.household_train, f"train/{seed}", held_out)
     sft = RandomTasks(options.household_sft, f"sft/{seed}", held_out)
     return Task(
         name="household",
-        train=Examples(train, short),
-        sft=Examples(sft, short),
-        evaluation=Examples(held_out, short),
+        train=Examples(train, lines),
+        sft=Examples(sft, lines),
+        evaluation=Examples(held_out, lines),
         reward_functions=reward_functions(options.reward_mode),
         is_correct=is_correct,
         failure_reason=failure_reason,
@@ -144,7 +144,8 @@ def resolve(options: Options, from_scratch: bool) -> Options:
     """The options with the format decided. Raises UserError for what does not go together."""
     if options.household_format == "json" and from_scratch:
         raise UserError(
-            "--household-format json: a model from scratch knows no English; leave the flag out"
+            "--household-format json: a model from scratch knows no English; give --model a model "
+            "tuned for chat, or leave the flag out"
         )
     if options.household_format == "auto":
         options = replace(options, household_format="lines" if from_scratch else "json")
@@ -159,8 +160,8 @@ def resolve(options: Options, from_scratch: bool) -> Options:
 class Examples(Sequence[Example]):
     """The examples of some households, each made when it is asked for."""
 
-    def __init__(self, tasks: Sequence[HouseTask], short: bool):
-        self.tasks, self.short = tasks, short
+    def __init__(self, tasks: Sequence[HouseTask], lines: bool):
+        self.tasks, self.lines = tasks, lines
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -168,20 +169,20 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return make_example(self.tasks[index], self.short)
+        return make_example(self.tasks[index], self.lines)
 
 
-def make_example(task: HouseTask, short: bool) -> Example:
-    """short: the short form and an action a line, or else English and JSON."""
+def make_example(task: HouseTask, lines: bool) -> Example:
+    """lines: the short form and an action a line, or else English and JSON."""
     world = task.world()
-    if short:
+    if lines:
         text = f"{short_scene(world)}\n{short_goal(task.goal)}"
         messages, target = [{"role": "user", "content": text}], "\n".join(task.plan)
     else:
         actions = listing(possible_actions(task))
         messages = chat(instruction(task), (), actions, describe(world))
         target = write_answer((), task.plan)
-    return Example(messages, target, HouseAnswer(task, short), level(task.goal))
+    return Example(messages, target, HouseAnswer(task, lines), level(task.goal))
 
 
 def scratch_tokens(options: Options) -> list[str]:

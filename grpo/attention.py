@@ -91,8 +91,8 @@ class PackedLayout:
 
     A prompt sees the opening and itself, causally. A completion sees the opening, the prompt of
     its group and itself, never another completion. `of_prompt` [N] is the prompt of each
-    completion. Completions are padded for their own attention alone; every other layer of the model
-    runs on the T real tokens.
+    completion. A prompt with one completion, as in supervised training, is one row with it. Rows
+    are padded for attention alone; every other layer of the model runs on the T real tokens.
     """
 
     prompt_lengths: list[int]

@@ -70,6 +70,8 @@ class Found:
 def collect_stage(this: Run) -> None:
     """Sample the policy that the run's folder has finished last, or else config.model."""
     config, name = sampled_policy(this)
+    if config.train_levels:  # other prompts: what was collected of all does not count
+        name += f", asked of the levels {config.train_levels}"
     policy = start_policy(this, config, with_reference=False)
     open_recorder(this)
     total = min(config.collect_prompts or sys.maxsize, len(this.task.train))

@@ -83,8 +83,8 @@ class Config:
 
     prompts_per_step: int = option(8, "prompts (groups) in one rollout", positive=True,
                                    section="sampling")
-    train_levels: str | None = option(None, "sample only training prompts of these levels, named "
-                                      "as in the evaluation's table: name,name")
+    train_levels: str | None = option(None, "sample only the training prompts of these levels: "
+                                      "name,name; a wrong name lists them")
     completions_per_step: int | None = option(None, "another way to say prompts-per-step: "
                                               "prompts x num-generations", positive=True)
     num_generations: int = option(8, "completions a prompt (the group), G", positive=True)
@@ -265,10 +265,15 @@ def parse(argv: list[str]) -> tuple[Config, Options, set[str]]:
         config.completions_per_step = None
     if config.output_dir is None:
         config.output_dir = f"runs/{task}-{datetime.now():%Y%m%d-%H%M%S}"
-    module = data.task_module(task)
+    return *resolved(config, options), set(flags)
+
+
+def resolved(config: Config, options: Options) -> tuple[Config, Options]:
+    """With what the task's flags leave open decided by the task."""
+    module = data.task_module(config.task)
     if hasattr(module, "resolve"):
         options = module.resolve(options, made_from_scratch(config.model))
-    return config, options, set(flags)
+    return config, options
 
 
 def _base(chosen: dict[str, Any]) -> tuple[dict[str, Any], type]:
@@ -358,6 +363,11 @@ def _check_flags(config: Config, flags: dict[str, Any]) -> None:
         raise UserError(
             f"--sft-data {config.sft_data}: in --stage {config.stage} with --sft-steps "
             f"{config.sft_steps} there is no SFT to use it; give --stage all or sft, and steps"
+        )
+    if "train_levels" in flags and config.stage in ("sft", "eval"):
+        raise UserError(
+            f"--train-levels {config.train_levels}: --stage {config.stage} samples no training "
+            "prompts; leave it out"
         )
     if config.stage != "collect" and (unused := {"collect_prompts", "collect_keep"} & set(flags)):
         raise UserError(f"{both_spellings(min(unused))} is for --stage collect; leave it out")

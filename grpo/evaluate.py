@@ -237,7 +237,7 @@ def table(evaluations: dict[str, dict]) -> str:
     """
     names = list(evaluations)
     most = max(e["examples"] for e in evaluations.values())
-    levels = by_number(dict.fromkeys(n for e in evaluations.values() for n in e["levels"]))
+    levels = dict.fromkeys(n for e in evaluations.values() for n in e["levels"])
     rows = [("all", None), *((level, level) for level in levels)]
     width = max(len(f"{label} ({most})") for label, _ in rows) + 6
     lines = [" " * width + "".join(f"{n:>12}" for n in names)]

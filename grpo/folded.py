@@ -143,6 +143,9 @@ class _Norm:
     epsilon: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        return _NormAlone.apply(x, self) if torch.is_grad_enabled() else self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (wide * self._scale(wide)).to(x.dtype) * self.weight
 
@@ -155,6 +158,20 @@ class _Norm:
 
     def _scale(self, wide: Tensor) -> Tensor:
         return wide.square().mean(dim=-1, keepdim=True).add_(self.epsilon).rsqrt_()
+
+
+class _NormAlone(torch.autograd.Function):
+    """A norm without a product behind it, of which x alone is kept."""
+
+    @staticmethod
+    def forward(ctx, x, norm):
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        return norm.plain(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.norm.backward(*ctx.saved_tensors, grad), None
 
 
 @dataclass
@@ -247,11 +264,12 @@ class _FoldedProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, *parameters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[0]
-        before = ctx.linear.before
-        grad, flat = grad.flatten(0, -2), (before(x) if before else x).flatten(0, -2)
+        before, grad = ctx.linear.before, grad.flatten(0, -2)
+        if ctx.adapters:
+            flat = (before(x) if before else x).flatten(0, -2)
         grad_x, start = None, 0
         if wanted:
-            grad_x = flat.new_zeros(flat.shape)
+            grad_x = grad.new_zeros(len(grad), ctx.linear.bases[0].in_features)
             for base in ctx.linear.bases:
                 stop = start + base.out_features
                 grad_x.addmm_(grad[:, start:stop], base.weight)

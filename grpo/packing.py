@@ -20,8 +20,9 @@ import torch
 
 from grpo.attention import PackedLayout, common_length
 
-# Attention pads the completions to the longest of a batch. So padded they may have this many times
-# the budget: a row of 4,096 tokens beside 200 of 16 would have 100 times.
+# Attention pads the completions of prompts of one length to the prompt with most of them, and rows
+# to the longest of their like. As if all were padded to the longest, a batch may have this many
+# times the budget: a row of 4,096 tokens beside 200 of 16 would have 100 times.
 PADDING = 2
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data import table_rows
 from grpo.columns import Column, read_lines, read_object, saved_columns
 from grpo.compare import aligned, join, questions_html, share_with_interval
 from grpo.curves import PANELS, draw_curves, series
@@ -147,7 +148,8 @@ def evaluation_table(results: Mapping[str, Any], columns: Sequence[Column]) -> l
 def _lenient(rows: Sequence[dict[str, Any]], level: str | None) -> tuple[int, int] | None:
     """(right, all) by the lenient judge, of one level or None for all; None where there is none."""
     known = [r["correct_lenient"] for r in rows
-             if "correct_lenient" in r and level in (None, r.get("level"))]  # fmt: skip
+             if "correct_lenient" in r
+             and (level is None or level in table_rows(r.get("level") or ""))]  # fmt: skip
     return (sum(map(bool, known)), len(known)) if known else None
 
 

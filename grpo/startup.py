@@ -19,7 +19,7 @@ from tqdm import tqdm
 from data import Example, Task, table_rows, task_module
 from data.sft_file import read_sft_file
 from grpo.checkpoint import find_checkpoint, folder_position
-from grpo.config import Config, changed_settings, from_json
+from grpo.config import Config, changed_settings, from_json, resolved
 from grpo.distributed import local_world_size, world_size
 from grpo.errors import UserError
 from grpo.filtering import check_filter
@@ -114,17 +114,35 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     return task, tokens
 
 
-def of_levels(examples: Sequence[Example], levels: str) -> list[Example]:
+class Chosen(Sequence[Example]):
+    """Some of the examples, each still made when it is asked for."""
+
+    def __init__(self, examples: Sequence[Example], places: list[int]):
+        self.examples, self.places = examples, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self.examples[place] for place in self.places[index]]
+        return self.examples[self.places[index]]
+
+
+def of_levels(examples: Sequence[Example], levels: str) -> Chosen:
     """The examples of the levels "name,name"; raises UserError if one of these names none."""
-    known = {level: table_rows(level) for level in dict.fromkeys(e.level for e in examples)}
-    rows = {row for rows in known.values() for row in rows}
+    places: dict[str, list[int]] = {}
+    for place, example in enumerate(examples):
+        places.setdefault(example.level, []).append(place)
+    rows = {row for level in places for row in table_rows(level)}
     wanted = {name.strip() for name in levels.split(",")}
     for name in sorted(wanted - rows):
         raise UserError(
             f"--train-levels: no training example is of level '{name}'; there are: "
             f"{', '.join(sorted(rows)) or 'none in this task'}"
         )
-    return [example for example in examples if wanted.intersection(known[example.level])]
+    chosen = [places[level] for level in places if wanted.intersection(table_rows(level))]
+    return Chosen(examples, sorted(place for some in chosen for place in some))
 
 
 def trained_stages(config: Config) -> list[str]:
@@ -158,7 +176,7 @@ def resume_point(config: Config, options) -> Path | None:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     saved = folder / "config.json"
-    before = from_json(saved.read_text("utf-8"), str(saved))
+    before = resolved(*from_json(saved.read_text("utf-8"), str(saved)))
     for line in changed_settings(before, (config, options)):
         print(f"warning: another setting than before the stop: {line}", file=sys.stderr)
     if checkpoint is not None and folder_position(checkpoint)[0] < 0:

@@ -16,7 +16,8 @@ nothing at all for an answer with a step that it cannot read, and takes 0.25 off
 one action is left and more are planned. In both, capitals do not matter, the last of two equal keys
 counts, and what follows a complete plan is free.
 
-An answer may also be lines, an action a line by its name, for which match and accuracy are paid.
+An answer may also be lines (or parts with ";" between them), an action each by its name or its id;
+there is no structure and valid then.
 
 success pays 1 for any plan that can be done after what has been done and reaches the goal in the
 household of data/household_world.py, and 0 for all others.
@@ -80,13 +81,16 @@ def reward_functions(mode: str, lines: bool = False) -> dict[str, RewardFunction
     modes = {"documented": _documented, "verbatim": _verbatim, "success": _success}
     if mode not in modes:
         raise UserError(f"--reward-mode: '{mode}' is none of {', '.join(modes)}")
-    functions = modes[mode]()
-    return {n: f for n, f in functions.items() if n not in OF_JSON} if lines else functions
+    return _payable(modes[mode](), lines)
 
 
 def highest_rewards(mode: str, lines: bool = False) -> dict[str, float]:
     """HIGHEST, of the rewards that there are for answers in lines."""
-    return {n: v for n, v in HIGHEST.get(mode, {}).items() if not (lines and n in OF_JSON)}
+    return _payable(HIGHEST.get(mode, {}), lines)
+
+
+def _payable(rewards: Mapping[str, Any], lines: bool) -> dict[str, Any]:
+    return {name: r for name, r in rewards.items() if not (lines and name in OF_JSON)}
 
 
 def prefix_reward(right: int, length: int) -> float:
@@ -136,7 +140,7 @@ def plan_lines(text: str) -> list[str]:
     return [ACTIONS[int(part)] if part in _IDS else part for part in parts if part]
 
 
-def steps_of(text: str, gold: GoldPlan) -> list[Any]:
+def answered_steps(text: str, gold: GoldPlan) -> list[Any]:
     """The steps of an answer, be it JSON or lines, as the JSON has them."""
     if not gold.lines:
         return read_plan(text)
@@ -184,13 +188,13 @@ def _share(steps: Sequence, rule: Callable[[Any], Any]) -> float:
 
 def is_correct(text: str, example: Example) -> bool:
     """The plan is the gold one, action for action, with nothing behind it."""
-    steps, gold = steps_of(text, example.answer), example.answer.actions
+    steps, gold = answered_steps(text, example.answer), example.answer.actions
     return len(steps) == len(gold) == _leading(steps, gold, _is_gold)
 
 
 def failure_reason(text: str, example: Example) -> str:
     """Why a plan is not the gold one."""
-    steps, gold = steps_of(text, example.answer), example.answer.actions
+    steps, gold = answered_steps(text, example.answer), example.answer.actions
     if not steps and example.answer.lines:
         return "no plan"
     if not steps:
@@ -255,15 +259,19 @@ def _documented() -> dict[str, RewardFunction]:
     return {
         "structure": lambda text, example: 0.125 * (read_answer(text).keys() >= set(FIELDS)),
         "valid": lambda text, example: 0.125 * _share(read_plan(text), _is_valid),
-        "match": lambda text, example: 0.25 * _share(steps_of(text, example.answer), action_of),
+        "match": _match,
         "accuracy": prefix_score,
     }
+
+
+def _match(text: str, example: Example) -> float:
+    return 0.25 * _share(answered_steps(text, example.answer), action_of)
 
 
 def prefix_score(text: str, example: Example) -> float:
     """The documented accuracy."""
     gold = example.answer.actions
-    return prefix_reward(_leading(steps_of(text, example.answer), gold, _is_gold), len(gold))
+    return prefix_reward(_leading(answered_steps(text, example.answer), gold, _is_gold), len(gold))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -339,6 +339,8 @@ def test_what_does_not_go_together_is_refused_before_the_data_is_looked_for(alon
         parse([*nowhere, "scratch", "--alfred-format", "json"])
     with pytest.raises(UserError, match="--reward-mode verbatim is what the published code pays"):
         parse([*nowhere, "scratch", "--reward-mode", "verbatim"])
+    with pytest.raises(UserError, match="--eval-by step: whole plans are all of step 0"):
+        parse([*nowhere, "scratch", "--eval-by", "step"])
     _, options, _ = parse([*nowhere, "scratch"])
     assert (options.alfred_format, options.actions, options.goals) == ("lines", "scene", "all")
 
@@ -489,6 +491,21 @@ def test_a_run_of_all_stages(alone, saved_model):
     assert results["after_grpo"]["examples"] == 2
 
 
+def test_a_run_of_all_stages_from_scratch(alone):
+    """Without --model on a CPU; its vocabulary is in the data."""
+    write_lines(alone / "alfred")
+    flags = f"""--task alfred --data-dir {alone} --output-dir {alone / "run"} --device cpu
+        --threads 1 --sft-steps 1 --sft-batch-size 2 --max-steps 1 --eval-examples 2
+        --scratch-hidden-size 20 --scratch-layers 1"""
+    assert train.main(flags.split()) == 0
+    lines = (alone / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if "loss" in line]
+    assert [line["stage"] for line in steps] == ["sft", "grpo"]
+    assert {"rewards/match/mean", "rewards/accuracy/mean"} < steps[-1].keys()
+    results = json.loads((alone / "run" / "results.json").read_text())
+    assert list(results["after_grpo"]["levels"])[0] == "seen"
+
+
 # ---------------------------------------------------------------------------------------------
 # Alarms
 
@@ -510,6 +527,17 @@ def test_plans_that_grow_or_repeat_one_action_raise_an_alarm():
     assert alarms([(long, example)] + [(good, example)] * 15) == []
     same = write_answer((), ("goto bed",) * 3)
     (line,) = alarms([(same, example)] * 9 + [(good, example)] * 7)
+    assert line == "9 of 16 plans are 'goto bed' again and again"
+
+
+def test_the_alarms_know_lines_too():
+    (example,) = make_task([], [make_trajectory(record())], Options(), True).evaluation
+    good = (example.target, example)
+    for text in ("", "fly\ngoto", example.target.upper().replace("\n", " ")):
+        (line,) = alarms([(text, example)] * 16)
+        assert line.startswith("none of 16 outputs is a plan in lines: ")
+    assert alarms([good] * 16) == alarms([("", example)] * 15 + [good]) == []
+    (line,) = alarms([("goto bed\n" * 3, example)] * 9 + [good] * 7)
     assert line == "9 of 16 plans are 'goto bed' again and again"
 
 

@@ -31,13 +31,14 @@ def plain(query, key, value, scaling=D**-0.5):
 
 
 def rows_of(layout):
-    """The places of each prompt, and of each completion with its prompt before it."""
-    starts, at = [], 0
+    """The places of each prompt, and of each completion with its prompt before it, both behind the
+    opening if there is one."""
+    starts, at, opening = [], layout.common, list(range(layout.common))
     for length in layout.prompt_lengths + layout.completion_lengths:
         starts.append(list(range(at, at + length)))
         at += length
     count = len(layout.prompt_lengths)
-    prompts, completions = starts[:count], starts[count:]
+    prompts, completions = [opening + p for p in starts[:count]], starts[count:]
     return prompts, [prompts[p] + c for p, c in zip(layout.of_prompt, completions, strict=True)]
 
 
@@ -49,12 +50,18 @@ LAYOUTS = {
     "an empty row at the end": ([2, 3], [2, 0], [0, 1]),
     "a prompt without completions": ([2, 3], [2], [1]),
     "members of two groups in turn": ([2, 5], [3, 3, 1, 2], [0, 1, 0, 1]),
+    "an opening": ([3, 1, 5], [2, 4, 0, 1, 3], [0, 0, 1, 2, 2], 3),
+    "single rows among groups, with an opening": ([3, 2, 4, 1], [2, 4, 3, 1], [0, 1, 1, 3], 2),
 }
+
+
+def layout_of(prompts, completions, of_prompt, common=0):
+    return PackedLayout(prompts, completions, of_prompt, CPU, common)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_is_plain_attention_of_every_row(name):
-    layout = PackedLayout(*LAYOUTS[name], device=CPU)
+    layout = layout_of(*LAYOUTS[name])
     query, key, value = heads(layout.total)
     out = attention(Layer, query, key, value, None, layout=layout)[0]
     assert out.shape == (1, layout.total, H, D)
@@ -67,7 +74,7 @@ def test_packed_is_plain_attention_of_every_row(name):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_gradients_are_the_plain_ones(name):
     """A prompt's keys collect the gradient of all its completions."""
-    layout = PackedLayout(*LAYOUTS[name], device=CPU)
+    layout = layout_of(*LAYOUTS[name])
     inputs = [x.requires_grad_() for x in heads(layout.total)]
     weight = torch.randn(layout.total, H, D, dtype=torch.float64)
     out = attention(Layer, *inputs, None, layout=layout)[0][0]

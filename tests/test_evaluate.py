@@ -105,10 +105,13 @@ def test_a_level_with_a_slash_counts_in_the_row_above_it_too():
         Answer(example("a", "b", level), "", correct, "", 1)
         for level, correct in (("a/x", True), ("a/y", False), ("b", True))
     ]
-    found = Evaluation(answers, levels=("b", "a", "a/y", "a/x")).summary()["levels"]
+    summary = Evaluation(answers, levels=("b", "a", "a/y", "a/x")).summary()
+    found = summary["levels"]
     assert [(name, row["examples"], row["accuracy"]) for name, row in found.items()] == [
         ("b", 1, 1.0), ("a", 2, 0.5), ("a/y", 1, 0.0), ("a/x", 1, 1.0)
     ]  # fmt: skip
+    shown = [line.split(" (")[0] for line in table({"eval": summary}).splitlines()[2:]]
+    assert shown == ["b", "a", "a/y", "a/x"], "sorted again by the numbers, rows left their split"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ APPLE = HouseTask(
     ),
     phrasing=1,
 )
-SHORT, LONG = make_example(APPLE, short=True), make_example(APPLE, short=False)
+SHORT, LONG = make_example(APPLE, lines=True), make_example(APPLE, lines=False)
 
 
 def some_tasks(count: int, stream: str = "test") -> list[HouseTask]:
@@ -136,7 +136,7 @@ def test_every_short_text_is_made_of_the_vocabulary_in_one_way():
     longest_first = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
     rng = random.Random(0)
     for task in some_tasks(300):
-        example = make_example(task, short=True)
+        example = make_example(task, lines=True)
         wrong = "\n".join(rng.sample(task.plan, len(task.plan)))
         told = reply(wrong, example) or ""
         for text in (example.messages[0]["content"], example.target, told):

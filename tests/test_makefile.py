@@ -32,5 +32,6 @@ def test_a_model_that_the_user_chose_is_left_alone(arguments):
     assert MODEL not in commands("TASK=gsm8k", f"ARGS={arguments}")
 
 
-def test_mazes_need_no_model():
-    assert MODEL not in commands("TASK=maze")
+@pytest.mark.parametrize("task", ["maze", "household", "alfred"])
+def test_a_task_that_a_model_from_scratch_can_learn_needs_none(task):
+    assert MODEL not in commands(f"TASK={task}")

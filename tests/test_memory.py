@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import grpo.attention  # noqa: F401  registers the attention that the model is built with
 from grpo.config import PRESETS, Config
@@ -22,16 +22,16 @@ QWEN_HALF_B = ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied_embeddings=True)
 QWEN_ONE_AND_A_HALF_B = ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied_embeddings=False)
 
 
-def tiny_llama(dtype=torch.float32):
-    config = LlamaConfig(
+def tiny_model(dtype=torch.float32, kind="llama"):
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
         vocab_size=50, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation="grpo").to(dtype)
 
 
 def test_weights_are_counted_to_the_last_parameter():
-    model = tiny_llama()
+    model = tiny_model()
     expected = sum(p.numel() for p in model.parameters())
     assert trainable_parameters(model_shape(model.config), Config(lora_rank=0)) == expected
     # 494 million is what the model card of Qwen2.5-0.5B says (its q, k, v biases are left out).
@@ -43,7 +43,7 @@ def test_lora_is_counted_to_the_last_parameter():
     from peft import LoraConfig, get_peft_model
 
     for targets in ("all-linear", "q_proj,v_proj"):
-        model = tiny_llama()
+        model = tiny_model()
         names = targets if targets == "all-linear" else targets.split(",")
         shape = model_shape(model.config)
         lora = get_peft_model(model, LoraConfig(r=8, target_modules=names, task_type="CAUSAL_LM"))
@@ -51,11 +51,11 @@ def test_lora_is_counted_to_the_last_parameter():
         assert trainable_parameters(shape, Config(lora_rank=8, lora_targets=targets)) == expected
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("rank", "kind"), [(0, "llama"), (4, "llama"), (4, "qwen3")])
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_activations_are_what_autograd_keeps(dtype, size, rank):
+def test_activations_are_what_autograd_keeps(dtype, size, rank, kind):
     """Of transformers' modules when all weights are trained, of the folded copy with LoRA."""
-    model, run = tiny_llama(dtype), None
+    model, run = tiny_model(dtype, kind), None
     if rank:
         model = new_lora(model, rank, None, "all-linear").get_base_model()
         run = fold(model).hidden_states
