@@ -18,7 +18,7 @@ from typing import Any
 
 from data.alfred_actions import ACTION_IDS
 from data.jsonl import read_jsonl, text_field
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 
 # How many trajectories each split has as published.
 SPLITS = {"train": 6574, "valid_seen": 251, "valid_unseen": 255}
@@ -297,8 +297,10 @@ def download(path: Path) -> None:
         raise UserError(f"{DOWNLOAD} cannot be downloaded ({reason}); {ways()}") from None
 
 
-if __name__ == "__main__":
-    try:
-        fetch_and_convert()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+def main(argv: Sequence[str]) -> int:
+    fetch_and_convert()
+    return 0
+
+
+if __name__ == "__main__":  # make data TASK=alfred
+    sys.exit(exit_status(main, sys.argv[1:], "stopped; nothing was kept"))

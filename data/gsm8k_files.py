@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from data.jsonl import read_jsonl, text_field
 from data.word_problems import Problem
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 from rewards.gsm8k import GOLD_MARK, last_number, normalise
 
 REPOSITORY = "https://github.com/openai/grade-school-math"
@@ -172,9 +173,11 @@ def compare(split: Split, content: bytes, problems: int) -> str:
     return ""
 
 
+def main(argv: Sequence[str]) -> int:
+    for published in SPLITS.values():
+        print(f"{downloaded_file(published)}: {published.problems:,} problems")
+    return 0
+
+
 if __name__ == "__main__":  # make data TASK=gsm8k
-    try:
-        for published in SPLITS.values():
-            print(f"{downloaded_file(published)}: {published.problems:,} problems")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(exit_status(main, sys.argv[1:], "stopped; what is not whole is fetched again"))

@@ -20,7 +20,8 @@ from PIL import Image, ImageDraw, ImageFont
 from data.maze_grid import COLUMN_STEP, DOWN, LEFT, RIGHT, ROW_STEP, UP, Maze, Walk
 from data.maze_grid import walk as walk_answer
 from data.maze_text import parse
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
+from grpo.flags import FlagParser
 from rewards.maze import CLOSE, answer_text
 
 SHARPNESS = 4
@@ -246,9 +247,15 @@ def _write(
     ImageDraw.Draw(image).text(place, text, fill=colour, font=font, anchor=anchor)
 
 
+def main(argv: Sequence[str]) -> int:
+    parser = FlagParser(prog="data.maze_pictures", description="Draw one evaluated answer.")
+    parser.add_argument("answers", metavar="ANSWERS.jsonl", help="of a run's evaluations/")
+    parser.add_argument("number", type=int, metavar="NUMBER", help="of the answer, from 0")
+    parser.add_argument("picture", metavar="OUT.png", help="a .gif plays the steps back")
+    given = parser.parse_args(argv)
+    draw_evaluated(given.answers, given.number, given.picture)
+    return 0
+
+
 if __name__ == "__main__":
-    try:
-        draw_evaluated(sys.argv[1], int(sys.argv[2]), sys.argv[3])
-    except (UserError, IndexError, ValueError) as error:
-        usage = "python -m data.maze_pictures ANSWERS.jsonl NUMBER OUT.png"
-        sys.exit(f"error: {error}; usage: {usage}")
+    sys.exit(exit_status(main, sys.argv[1:]))

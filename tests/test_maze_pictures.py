@@ -18,11 +18,12 @@ from data.maze_pictures import (
     contact_sheet,
     draw_evaluated,
     draw_maze,
+    main,
     save_contact_sheet,
     save_maze,
 )
 from data.maze_text import render
-from grpo.errors import UserError
+from grpo.errors import UserError, exit_status
 
 
 def a_maze(size: int = 5, fits: Callable[[Maze], bool] = lambda maze: True) -> Maze:
@@ -115,3 +116,10 @@ def test_an_evaluated_answer_is_drawn_and_its_steps_are_played_back(tmp_path):
     assert Image.open(tmp_path / "maze.gif").n_frames == len(solve(maze)) + 1
     with pytest.raises(UserError, match="no evaluated answer 1"):
         draw_evaluated(answers, 1, tmp_path / "none.png")
+
+
+def test_the_command_says_what_is_missing_in_one_line(capsys):
+    assert exit_status(main, ["answers.jsonl", "seven", "maze.png"]) == 2
+    assert exit_status(main, ["answers.jsonl"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "NUMBER" in first and "seven" in first and "NUMBER, OUT.png" in second
