@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class Piece:
     keys: slice | Tensor
     causal: bool
     real: Tensor | None = None
+
+    @cached_property
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Of the real queries: their places in the flattened rows, and among the T tokens. Indices,
+        since a mask would have to be counted at every layer, for which a GPU is waited for."""
+        flat = self.real.flatten().nonzero().squeeze(1)
+        return flat, self.queries.flatten()[flat]
 
 
 def cascade_attention(
@@ -70,8 +78,8 @@ class _Cascade(torch.autograd.Function):
             if isinstance(places, slice):
                 part, part_lse = part[0], part_lse[0]
             elif piece.real is not None:
-                places = places[piece.real]
-                part, part_lse = part[piece.real], part_lse[piece.real]
+                flat, places = piece.kept
+                part, part_lse = part.flatten(0, 1)[flat], part_lse.flatten(0, 1)[flat]
             joint = torch.logaddexp(lse[places], part_lse)
             kept = (lse[places] - joint).exp()[..., None]
             out[places] = out[places] * kept + part * (part_lse - joint).exp()[..., None]
