@@ -68,6 +68,7 @@ def measure(args: argparse.Namespace, config, options) -> None:
     from grpo.policy import load_policy, load_shape
     from grpo.stages import Run, begin
     from grpo.startup import keep_screen_clear, prepare_cpu
+    from grpo.tokenizer import render_prompt
 
     keep_screen_clear()
     prepare_cpu(config.threads)
@@ -78,6 +79,9 @@ def measure(args: argparse.Namespace, config, options) -> None:
     task = Task("vowels", examples, [], rewards, is_correct=lambda text, example: False)
     with ExitStack() as files, StopRequest() as stop:
         policy = load_policy(config)
+        # What the estimate is held against: room for these prompts, not for any of the task's.
+        prompts = [render_prompt(policy.tokenizer, e.messages, "chat") for e in examples]
+        config.max_prompt_length = max(map(len, prompts))
         if args.fixed_length:
             policy.stop_token_ids = NO_STOP
         run = Run(config, options, task, None, None, stop, files)
