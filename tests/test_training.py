@@ -226,7 +226,7 @@ def spoil_the_model(run, monkeypatch, step):
     def spoilt(policy):
         model = folded(policy)
         if run.step == step:
-            model.norm = (torch.full_like(model.norm[0], torch.nan), model.norm[1])
+            model.norm.weight = torch.full_like(model.norm.weight, torch.nan)
         return model
 
     monkeypatch.setattr(Policy, "folded", spoilt)
