@@ -151,6 +151,7 @@ def answers(
             try:
                 done.put((example, ask(example.messages)))
             except Exception as error:
+                stop.set()  # here, not where it is read: meanwhile this thread would ask the next
                 done.put((example, error))
 
     for _ in range(min(threads, len(examples))):
