@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from data import Example, Task, alfred_lines, table_rows
-from data.alfred_actions import ACTION_IDS, split_action
+from data.alfred_actions import ACTION_IDS, OBJECTS, actions_on, split_action
 from data.alfred_files import Annotation, Trajectory, read_split
 from data.alfred_prompt import chat, listing, observe, write_answer
 from data.alfred_scenes import Room, learn_rooms
@@ -43,7 +43,6 @@ EVALUATED = {
     "unseen": ("valid_unseen",),
     "both": ("valid_seen", "valid_unseen"),
 }
-OBJECTS = {split_action(action)[1] for action in ACTION_IDS}
 ALARM_FROM = 16  # outputs; fewer say little
 LONG_PLAN, LONG_SHARE = 2, 0.1  # times the gold plan; above this share an alarm is raised
 CONSTANT_SHARE = 0.5
@@ -324,7 +323,7 @@ def prompts(
     there = scene_objects((*train, *held_out)) if options.actions == "scene" else {}
     if options.alfred_format == "json":
         every = listing(ACTION_IDS)
-        listings = {scene: listing(_possible(objects)) for scene, objects in there.items()}
+        listings = {scene: listing(actions_on(objects)) for scene, objects in there.items()}
         return lambda cut: chat(
             cut.annotation.goal,
             cut.done,
@@ -333,15 +332,15 @@ def prompts(
         )
     if not from_scratch:
         return lambda cut: alfred_lines.english_chat(
-            cut.annotation.goal, cut.done, sorted(there.get(cut.trajectory.scene, ()))
+            cut.annotation.goal, cut.done, there.get(cut.trajectory.scene, ())
         )
     known = set(_vocabulary(train))
     return lambda cut: alfred_lines.short_chat(
-        cut.annotation.goal, cut.done, sorted(there.get(cut.trajectory.scene, ())), known
+        cut.annotation.goal, cut.done, there.get(cut.trajectory.scene, ()), known
     )
 
 
-def scene_objects(trajectories: Sequence[Trajectory]) -> dict[str, set[str]]:
+def scene_objects(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
     """For each scene the objects of the 225 actions that are there: some plan in that scene, of
     whatever split, names it as an object or receptacle. What a room holds is no secret of a plan.
     """
@@ -350,11 +349,7 @@ def scene_objects(trajectories: Sequence[Trajectory]) -> dict[str, set[str]]:
         names = there.setdefault(t.scene, set())
         names.update(name.lower() for step in t.high_pddl for name in step[1:])
         names.update(split_action(action)[1] for action in t.actions)
-    return {scene: names & OBJECTS for scene, names in there.items()}
-
-
-def _possible(objects: Collection[str]) -> list[str]:
-    return [action for action in ACTION_IDS if split_action(action)[1] in objects]
+    return {scene: sorted(names.intersection(OBJECTS)) for scene, names in there.items()}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ down here so that a machine without ALFRED has them; tests compare them with bot
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 # What can be picked up can be put down, in the same order.
 _PORTABLE = """
 alarmclock apple baseballbat basketball book bowl box bread butterknife candle cd cellphone
@@ -48,6 +50,7 @@ ACTIONS: tuple[str, ...] = tuple(
     f"{verb} {name}" for verb in VERBS for name in _OBJECTS[verb].split()
 )
 ACTION_IDS: dict[str, int] = {name: index for index, name in enumerate(ACTIONS)}
+OBJECTS: tuple[str, ...] = tuple(dict.fromkeys(" ".join(_OBJECTS.values()).split()))
 
 
 def objects(verb: str) -> tuple[str, ...]:
@@ -57,6 +60,15 @@ def objects(verb: str) -> tuple[str, ...]:
     ('desklamp', 'floorlamp')
     """
     return tuple(_OBJECTS[verb].split())
+
+
+def actions_on(there: Collection[str]) -> list[str]:
+    """The actions whose object is one of these, in the order of their ids.
+
+    >>> actions_on({"desk", "pen"})
+    ['goto desk', 'goto pen', 'pickup pen', 'put pen']
+    """
+    return [action for action in ACTIONS if split_action(action)[1] in there]
 
 
 def split_action(name: str) -> tuple[str, str]:

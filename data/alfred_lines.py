@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from data.alfred_actions import ACTIONS, VERBS, split_action
+from data.alfred_actions import OBJECTS, VERBS
 
 UNKNOWN = "?"
 LEAST = 3  # goals that have a word, for it to be one of the vocabulary
@@ -44,8 +44,7 @@ def vocabulary(goals: Iterable[str]) -> list[str]:
 def tokens(known: Collection[str]) -> list[str]:
     """The vocabulary of a model from scratch: a token a word, with the blank before it unless it
     begins a line."""
-    objects = dict.fromkeys(split_action(action)[1] for action in ACTIONS)
-    later = dict.fromkeys([*VERBS, *objects, *known, UNKNOWN])
+    later = dict.fromkeys([*VERBS, *OBJECTS, *known, UNKNOWN])
     return ["\n", "there", "done", "goal", *VERBS, *(f" {word}" for word in later)]
 
 

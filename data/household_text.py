@@ -9,7 +9,7 @@ The short form is a line a place, a vessel with something in it, the hand and th
 
 from __future__ import annotations
 
-from data.alfred_actions import ACTIONS, VERBS, split_action
+from data.alfred_actions import ACTIONS, VERBS, actions_on
 from data.household_goals import Goal
 from data.household_tasks import ROOMS, HouseTask
 from data.household_world import (
@@ -98,7 +98,7 @@ def instruction(task: HouseTask) -> str:
 def possible_actions(task: HouseTask) -> list[str]:
     """Those whose place or thing is in this household, whether or not they make sense."""
     there = {*task.places, *(kind for kind, _ in task.things)}
-    return [action for action in ACTIONS if split_action(action)[1] in there]
+    return actions_on(there)
 
 
 def marks(thing: Thing) -> list[str]:

@@ -41,7 +41,7 @@ class Piece:
     real: Tensor | None = None
 
     @cached_property
-    def kept(self) -> tuple[Tensor, Tensor]:
+    def real_places(self) -> tuple[Tensor, Tensor]:
         """Of the real queries: their places in the flattened rows, and among the T tokens. Indices,
         since a mask would have to be counted at every layer, for which a GPU is waited for."""
         flat = self.real.flatten().nonzero().squeeze(1)
@@ -78,7 +78,7 @@ class _Cascade(torch.autograd.Function):
             if isinstance(places, slice):
                 part, part_lse = part[0], part_lse[0]
             elif piece.real is not None:
-                flat, places = piece.kept
+                flat, places = piece.real_places
                 part, part_lse = part.flatten(0, 1)[flat], part_lse.flatten(0, 1)[flat]
             joint = torch.logaddexp(lse[places], part_lse)
             kept = (lse[places] - joint).exp()[..., None]

@@ -252,7 +252,7 @@ def _adapters(modules: list[nn.Module]) -> list[_Adapter]:
 class _FoldedProduct(torch.autograd.Function):
     """y = f(x) (W + scale B A)^T, f being what comes before. Backward needs no folded weights in
     their plain order: df = dy W + scale (dy B) A, with W as the base holds it. Of x and f(x) only x
-    is kept: f again costs a few percent, both together half of the activations' memory."""
+    is kept: f again costs a few percent, both together nearly half of the activations' memory."""
 
     @staticmethod
     def forward(ctx, x, linear, adapters, *parameters):
