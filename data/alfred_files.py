@@ -240,10 +240,7 @@ def cache_folder() -> Path:
 
 
 def fetch_and_convert() -> None:
-    """Download ALFRED's archive, unpack it aside, keep the JSONL files alone.
-
-    (The download itself could not be tried where this was written; the rest is tested.)
-    """
+    """Download ALFRED's archive, unpack it aside, keep the JSONL files alone."""
     import subprocess  # here, as below, since they take longer to load than --help should
     import tempfile
 
