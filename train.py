@@ -18,14 +18,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from grpo.config import Config, parse
-from grpo.distributed import silent_unless_first
+from grpo.distributed import let_the_first_tell, silent_unless_first
 from grpo.errors import exit_status
 
 
 @silent_unless_first()
 def main(argv: list[str]) -> int:
     """Exit status: 0 when done, 2 for a mistake of the user's, 130 when stopped by a signal."""
-    return exit_status(train, argv, "stopped at once; --resume goes on from the last checkpoint")
+    goes_on = "stopped at once; --resume goes on from the last checkpoint"
+    status = exit_status(train, argv, goes_on)
+    if status:
+        let_the_first_tell()
+    return status
 
 
 def train(argv: Sequence[str]) -> int:

@@ -50,8 +50,7 @@ from rewards.maze import CLOSE, MazeAnswer, answer_text, highest_rewards, reward
 TARGETS = {"visual": visual_target, "direct": direct_target, "reset": reset_target}
 
 # Of a batch: above these shares an alarm is raised.
-LONG_SHARE, CONSTANT_SHARE, UNCLOSED_SHARE = 0.1, 0.5, 0.5
-LONG_ANSWER = 3  # moves a cell of the maze
+LONG_SHARE, CONSTANT_SHARE, UNCLOSED_SHARE = 0.1, 0.5, 0.2
 
 
 @dataclass
@@ -315,13 +314,13 @@ def alarms(batch: Sequence[tuple[str, Example]]) -> list[str]:
     for text, example in batch:
         gold: MazeAnswer = example.answer
         moves = moves_in(answer_text(text, gold.thinks))
-        long += len(moves) > LONG_ANSWER * len(gold.maze.doors)
+        long += len(moves) >= len(gold.maze.doors)  # longer than any path that visits no cell twice
         if len(set(moves)) == 1 and moves_text(moves) != gold.path:
             constant[moves[0]] += 1
         unclosed += gold.thinks and CLOSE not in text
     lines = []
     if long > LONG_SHARE * len(batch):
-        lines.append(f"{long} of {len(batch)} answers have over {LONG_ANSWER} moves a cell")
+        lines.append(f"{long} of {len(batch)} answers have as many moves as the maze has cells")
     move, times = max(constant.items(), key=lambda item: item[1], default=(0, 0))
     if times > CONSTANT_SHARE * len(batch):
         lines.append(f"{times} of {len(batch)} answers are {MOVES[move]} and nothing else, wrongly")

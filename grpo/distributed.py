@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
@@ -87,6 +88,14 @@ def silent_unless_first() -> Iterator[None]:
     nowhere = open(os.devnull, "w")  # noqa: SIM115  libraries' loggers keep it
     with redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
+
+
+def let_the_first_tell() -> None:
+    """A rank that has failed waits here: torchrun ends all when one ends, and the first, which may
+    lag behind, is to say why before it is ended."""
+    if not is_first():
+        with suppress(KeyboardInterrupt):
+            time.sleep(1.0)
 
 
 # ---- the process group --------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 
@@ -32,7 +33,7 @@ from grpo.advantages import group_advantages
 from grpo.config import Config
 from grpo.distributed import add_up, gather, share
 from grpo.episodes import play
-from grpo.filtering import kept_groups, mini_batch
+from grpo.filtering import MiniBatch, kept_groups, mini_batch
 from grpo.logprobs import completion_logprobs
 from grpo.loss import aggregate, clipped_surrogate, kl_k3, policy_ratio
 from grpo.metrics import Rollout, completion_rows, logprob_gap, rollout_metrics, update_metrics
@@ -67,6 +68,7 @@ def train(
         weights = {**task.reward_weights, **config.weights_of_rewards()}
         rollout.rewards = weighted_sum(rollout.reward_table, weights, len(rollout.texts))
         rollout = rollout.of_all_ranks(examples)  # under torchrun each has done its share so far
+        run.require_scored(rollout)
 
         # ---- Filter. Groups that are too easy or too hard are dropped if --filter says so. [P]
         rollout.kept = kept_groups(rollout, task, weights, config)
@@ -91,40 +93,17 @@ def train(
         # ---- Update. An optimizer step a mini-batch, num_iterations times over.
         run.set_learning_rate(config.learning_rate, config.lr_scheduler)
         sums: dict[str, float] = {}
-        sampler_gap, grad_norm = 0.0, math.nan
+        sampler_gap, grad_norms = 0.0, []
         updates = list(zip(minis, fixed, strict=True)) * config.num_iterations
         for update, (mini, logprobs) in enumerate(updates):
             run.optimizer.zero_grad()
             for batch, (old_logp, ref_logp) in zip(mini.batches, logprobs, strict=True):
-                logp, entropy = completion_logprobs(
-                    policy, batch, config.temperature, with_entropy=True
-                )
-                loss, parts = grpo_loss(
-                    logp,
-                    old_logp,
-                    ref_logp,
-                    mini.advantages[batch.rows],
-                    batch.mask,
-                    rows=mini.rows,
-                    tokens=mini.tokens,
-                    beta=config.beta,
-                    epsilon=config.epsilon,
-                    epsilon_high=config.epsilon_high,
-                    delta=config.delta,
-                    loss_type=config.loss_type,
-                    importance_sampling_level=config.importance_sampling_level,
-                    max_completion_length=config.max_episode_length,
-                )
-                run.require_finite(loss, "loss")
-                loss.backward()
-                run.optimizer.accumulate()
-                if update == 0:
-                    gap = logprob_gap(mini.completions, batch, logp.detach())
-                    sampler_gap = max(sampler_gap, gap)
-                parts |= {"loss": loss.detach(), "entropy": entropy.sum()}
+                logp, parts = add_gradient(policy, config, run, mini, batch, old_logp, ref_logp)
                 for name, value in parts.items():
                     sums[name] = sums.get(name, 0.0) + float(value)
-            grad_norm = run.update() if mini.learnable else 0.0
+                if update == 0:  # the policy is still the one that sampled
+                    sampler_gap = max(sampler_gap, logprob_gap(mini.completions, batch, logp))
+            grad_norms.append(run.update() if mini.learnable else 0.0)
 
         # ---- Report.
         sums, sampler_gap = add_up(sums), max(gather(sampler_gap))
@@ -134,7 +113,7 @@ def train(
             | run.buffer.metrics(rollout, config)
             | update_metrics(sums, len(updates))
             | {
-                "grad_norm": grad_norm,
+                "grad_norm": fmean(grad_norms) if grad_norms else math.nan,
                 "sampler_gap": sampler_gap,
                 "learning_rate": run.optimizer.learning_rate,
                 "step_time": now - started,
@@ -143,6 +122,35 @@ def train(
         )
         if config.eval_every and run.step % config.eval_every == 0:
             evaluate_now()
+
+
+def add_gradient(
+    policy: Policy,
+    config: Config,
+    run: Training,
+    mini: MiniBatch,
+    batch: PackedBatch,  # a micro-batch of mini
+    old_logp: torch.Tensor | None,
+    ref_logp: torch.Tensor | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Add a micro-batch's gradient to the optimizer's; (its log-probs [n, C], sums to report)."""
+    logp, entropy = completion_logprobs(policy, batch, config.temperature, with_entropy=True)
+    loss, sums = grpo_loss(
+        logp, old_logp, ref_logp, mini.advantages[batch.rows], batch.mask,
+        rows=mini.rows,
+        tokens=mini.tokens,
+        beta=config.beta,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon_high,
+        delta=config.delta,
+        loss_type=config.loss_type,
+        importance_sampling_level=config.importance_sampling_level,
+        max_completion_length=config.max_episode_length,
+    )  # fmt: skip
+    run.require_finite(loss, "loss")
+    loss.backward()
+    run.optimizer.accumulate()
+    return logp.detach(), sums | {"loss": loss.detach(), "entropy": entropy.sum()}
 
 
 def grpo_loss(
@@ -170,16 +178,21 @@ def grpo_loss(
     """
     old_logp = logp.detach() if old_logp is None else old_logp
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
-    weight = advantages.to(logp.dtype)[:, None]  # [n, 1]
-    ratio = policy_ratio(logp, old_logp, mask, importance_sampling_level)  # [n, C] or [n, 1]
-    loss = clipped_surrogate(ratio, weight, epsilon, epsilon_high, delta).expand_as(logp)  # [n, C]
-    gap = torch.zeros_like(logp) if ref_logp is None else ref_logp - logp  # [n, C]
-    kl = kl_k3(gap.masked_fill(~mask, 0.0))  # [n, C]
+    advantage = advantages.to(logp.dtype)[:, None]  # [n, 1]: the same for all tokens of a row
+
+    # How much likelier each token has become since it was sampled. [n, C], or [n, 1] for "sequence"
+    ratio = policy_ratio(logp, old_logp, mask, importance_sampling_level)
+    # Good rows up and bad rows down, until the ratio has moved by epsilon. [n, C]
+    loss = clipped_surrogate(ratio, advantage, epsilon, epsilon_high, delta).expand_as(logp)
+    # And not far from the reference. [n, C]
+    ref_gap = torch.zeros_like(logp) if ref_logp is None else ref_logp - logp
+    kl = kl_k3(ref_gap.masked_fill(~mask, 0.0))
     loss = loss + beta * kl if beta else loss
+
     counted = mask if importance_sampling_level == "token" else mask.any(dim=1, keepdim=True)
     metrics = {
-        "clip_low": (counted & (ratio < 1 - epsilon) & (weight < 0)).sum(),
-        "clip_high": (counted & (ratio > 1 + epsilon_high) & (weight > 0)).sum(),
+        "clip_low": (counted & (ratio < 1 - epsilon) & (advantage < 0)).sum(),
+        "clip_high": (counted & (ratio > 1 + epsilon_high) & (advantage > 0)).sum(),
         "ratios": counted.sum(),
         "kl": kl.detach().sum(),
         "tokens": mask.sum(),
@@ -201,18 +214,13 @@ def sample_group_completions(
     examples = examples[own]
     prompts = [render_prompt(policy.tokenizer, e.messages, config.prompt_format) for e in examples]
     groups = play(
-        policy,
-        task,
-        prompts,
-        examples,
-        size,
-        config.max_completion_length,
+        policy, task, prompts, examples, size, config.max_completion_length,
         Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
         turns=config.turns,
         prompt_format=config.prompt_format,
         max_rows=config.rollout_rows,
         uniforms=uniforms[own].flatten(0, 1),
-    )
+    )  # fmt: skip
     episodes = [episode for group in groups for episode in group]  # [N], groups in order
     return Rollout(
         prompts=prompts,

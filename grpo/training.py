@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +32,9 @@ from grpo.interrupt import StopRequest
 from grpo.optimizer import Optimizer, learning_rate_at
 from grpo.policy import Policy
 from grpo.record import Progress, Recorder
+
+if TYPE_CHECKING:
+    from grpo.metrics import Rollout
 
 
 def step_indices(step: int, count: int, total: int, seed: int) -> list[int]:
@@ -137,6 +141,18 @@ class Training:
                 f"{shlex.quote(str(self.recorder.run_dir))}"
             )
         return number
+
+    def require_scored(self, rollout: Rollout) -> None:
+        """Save the last whole step, raise UserError if no reward function applied to anything."""
+        if any(reward is not None for reward in rollout.rewards):
+            return
+        self.save()
+        raise UserError(
+            f"step {self.step + 1} of {self.stage}: no reward function scored any of the "
+            f"{len(rollout.rewards)} completions ({', '.join(rollout.reward_table)}): each gave "
+            "None or NaN, or took longer than --reward-timeout. Mend them, then go on: python "
+            f"train.py --resume {shlex.quote(str(self.recorder.run_dir))}"
+        )
 
     def set_learning_rate(self, peak: float, scheduler: str) -> None:
         """The rate of this step on the schedule that rises to `peak`."""

@@ -106,9 +106,9 @@ def torchrun_variables(ranks):
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def torchrun(*argv, cwd):
+def torchrun(*argv, cwd, script=REPO / "train.py"):
     command = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-addr", "127.0.0.1",
-               "--master-port", free_port(), REPO / "train.py", *argv]  # fmt: skip
+               "--master-port", free_port(), script, *argv]  # fmt: skip
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
@@ -374,7 +374,7 @@ def test_what_fails_on_one_rank_ends_all_with_one_line_and_the_last_step_saved(
 def test_a_rank_that_is_killed_leaves_nobody_waiting(server, tmp_path):
     folder = tmp_path / "run"
     run = server.start(*SFT, "--sft-steps", 100_000, "--output-dir", folder)
-    run.wait_for(lambda: (folder / "checkpoints" / "sft-step-000002").exists())
+    run.wait_for(lambda: len(steps(folder, "sft")) >= 3)  # the second is saved
     run.send(signal.SIGKILL, rank=1)
     (first, shown), (second, _) = run.end()
     assert (first, second) == (2, -signal.SIGKILL)
@@ -424,8 +424,17 @@ def test_fewer_prompts_than_ranks_are_refused_at_the_start(server, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mistake_is_told_once_above_what_torchrun_says(tmp_path):
-    done = torchrun("--learning_rte", "1e-5", cwd=tmp_path)
+@pytest.mark.parametrize("lag", [0, 0.5])
+def test_a_mistake_is_told_once_above_what_torchrun_says(tmp_path, lag):
+    """It was not told at all where the first process lagged: torchrun had ended it."""
+    script = tmp_path / "lags.py"
+    script.write_text(
+        "import os, runpy, sys, time\n"
+        f"time.sleep({lag} if os.environ['RANK'] == '0' else 0)\n"
+        f"sys.path.insert(0, {str(REPO)!r})\n"
+        f"runpy.run_path({str(REPO / 'train.py')!r}, run_name='__main__')\n"
+    )
+    done = torchrun("--learning_rte", "1e-5", cwd=tmp_path, script=script)
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(told) == 1 and "learning_rate" in told[0], done.stderr

@@ -532,11 +532,16 @@ def test_alarms_know_a_spray_a_constant_and_a_dropped_tag():
         return [(text, example) for example in examples]
 
     thought = "<think>\nx\n</think>\n\n"
-    assert alarms(batch(thought + "".join(MOVES) * 20))[0].startswith("60 of 60 answers have over")
+    longest = thought + "".join(MOVES) * 6  # 24 moves: a path through all 25 cells
+    assert alarms(batch(longest)) == []
+    for spray in (longest + MOVES[0], thought + MOVES[1] * 25 + MOVES[3] * 25):
+        assert alarms(batch(spray))[0].startswith("60 of 60 answers have as many moves as")
     (line,) = alarms(batch(thought + MOVES[3]))
     assert MOVES[3] in line
     (line,) = alarms(batch("<think>\nStep 1: Go right"))
     assert "</think>" in line
+    quarter = batch("<think>\nStep 1: Go right")[:15] + [(e.target, e) for e in examples[15:]]
+    assert "15 of 60 outputs never close" in alarms(quarter)[0]
 
 
 def test_good_answers_raise_no_alarm():

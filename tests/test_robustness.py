@@ -277,10 +277,15 @@ def reward_raises(run):
 
 
 def reward_all_nan(run):
+    """One NaN is "not scored"; a step of nothing else was shown as reward 0, and went on."""
+    run.reward(counted(lambda step, index: math.nan if step else alternating(step, index)))
+    found = run("--max-steps", 3)
+    assert found.status == 2 and "step 2 of grpo" in found.text
+    assert [line["step"] for line in metrics(run.folder)] == [1]
+    assert find_checkpoint(run.folder)[0] == step_folder(run.folder, 1)
     run.reward(counted(lambda step, index: math.nan))
-    found = run("--max-steps", 2)
-    assert found.status == 0
-    assert same(weights(run.folder, 2), fresh_weights())
+    found = run("--output-dir", "another", "--max-steps", 2)
+    assert found.status == 2 and "step 1 of grpo" in found.text
     return found
 
 
