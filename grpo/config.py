@@ -28,7 +28,7 @@ from grpo.flags import (
     unknown_flag,
     with_dashes,
 )
-from grpo.impossible import parse_weights, refuse_impossible
+from grpo.impossible import parse_weights, refuse_flags, refuse_impossible
 from grpo.scratch import SCRATCH, made_from_scratch
 
 # A task's Options: a dataclass of its own flags. Only the task's module knows its fields.
@@ -140,7 +140,7 @@ class Config:
                                choices=("cosine", "linear", "constant"))
     warmup_ratio: float = option(0.1, "part of the steps with a rising rate", at_least=0, at_most=1)
     optimizer: str = option("adamw", "8-bit states take a quarter of the memory; paged ones "
-                            "may move from the GPU to the host",
+                            "may move from the GPU to the host (on a CPU the same as 8-bit)",
                             choices=("adamw", "adamw_8bit", "paged_adamw_8bit"))
     adam_beta1: float = option(0.9, "AdamW's decay of the gradient's mean", at_least=0, below=1)
     adam_beta2: float = option(0.99, "and of its mean square", at_least=0, below=1)
@@ -258,7 +258,7 @@ def parse(argv: list[str]) -> tuple[Config, Options, set[str]]:
     flags = {n: checked(_owner(n, options_class), n, v) for n, v in vars(namespace).items()}
     config, options = _build({**base, **flags}, options_class)
     validate(config)
-    _check_flags(config, flags)
+    refuse_flags(config, set(flags))
     if config.completions_per_step is not None:
         # From here on there is one way to say it.
         config.prompts_per_step = config.completions_per_step // config.num_generations
@@ -347,40 +347,6 @@ def _unknown(word: str, task: str, options_class: type) -> str:
         if any(f.name == name for f in fields(data.task_module(other).Options)):
             return f"{both_spellings(name)} belongs to --task {other}; this is --task {task}"
     return unknown_flag(word, [f.name for o in (Config, options_class) for f in fields(o)])
-
-
-def _check_flags(config: Config, flags: dict[str, Any]) -> None:
-    """Two flags that cannot both be meant."""
-    if "completions_per_step" in flags and "prompts_per_step" in flags:
-        prompts = config.completions_per_step // config.num_generations
-        if prompts != config.prompts_per_step:
-            raise UserError(
-                f"--completions-per-step {config.completions_per_step} in groups of "
-                f"{config.num_generations} is {prompts} prompts, but --prompts-per-step is "
-                f"{config.prompts_per_step}; give only one of the two"
-            )
-    if "sft_data" in flags and (config.stage not in ("sft", "all") or config.sft_steps == 0):
-        raise UserError(
-            f"--sft-data {config.sft_data}: in --stage {config.stage} with --sft-steps "
-            f"{config.sft_steps} there is no SFT to use it; give --stage all or sft, and steps"
-        )
-    if "train_levels" in flags and config.stage in ("sft", "eval"):
-        raise UserError(
-            f"--train-levels {config.train_levels}: --stage {config.stage} samples no training "
-            "prompts; leave it out"
-        )
-    if config.stage != "collect" and (unused := {"collect_prompts", "collect_keep"} & set(flags)):
-        raise UserError(f"{both_spellings(min(unused))} is for --stage collect; leave it out")
-    if "resume" in flags and "output_dir" in flags and not _same_run(config):
-        raise UserError(
-            f"--output-dir {config.output_dir}: a resumed run goes on in its own folder, "
-            f"{config.resume}; leave --output-dir out"
-        )
-
-
-def _same_run(config: Config) -> bool:
-    resume, output = Path(config.resume).resolve(), Path(config.output_dir or "").resolve()
-    return output in (resume, resume.parent.parent)
 
 
 def validate(config: Config) -> None:

@@ -1,16 +1,18 @@
 """Combinations of settings that cannot work, each with its reason.
 
-A table of (is it so?, what to say) for each subject: all is refused at start, before a model is
-loaded, and nothing is quietly repaired.
+A table of (is it so?, what to say) for each subject, and one of flags that would change nothing:
+all is refused at start, before a model is loaded, and nothing is quietly repaired.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.errors import UserError
-from grpo.scratch import SCRATCH
+from grpo.flags import both_spellings
+from grpo.scratch import SCRATCH, made_from_scratch
 
 if TYPE_CHECKING:
     from grpo.config import Config
@@ -25,6 +27,45 @@ def refuse_impossible(config: Config) -> None:
         if impossible:
             raise UserError(why)
     parse_weights(config.reward_weights)
+
+
+def refuse_flags(c: Config, flags: set[str]) -> None:
+    """Raise UserError for flags that contradict each other or would change nothing."""
+    if c.completions_per_step is not None and "prompts_per_step" in flags:
+        prompts = c.completions_per_step // c.num_generations
+        if prompts != c.prompts_per_step:
+            raise UserError(
+                f"--completions-per-step {c.completions_per_step} in groups of "
+                f"{c.num_generations} is {prompts} prompts, but --prompts-per-step is "
+                f"{c.prompts_per_step}; give only one of the two"
+            )
+    if {"resume", "output_dir"} <= flags:
+        resume, output = Path(c.resume).resolve(), Path(c.output_dir or "").resolve()
+        if output not in (resume, resume.parent.parent):
+            raise UserError(
+                f"--output-dir {c.output_dir}: a resumed run goes on in its own folder, "
+                f"{c.resume}; leave --output-dir out"
+            )
+    for names, useless, why in _useless_flags(c):
+        if useless and (given := sorted(flags & set(names))):
+            shown = f"{both_spellings(given[0])}: '{getattr(c, given[0])}'"
+            raise UserError(f"{shown} would change nothing: {why}; leave it out")
+
+
+def _useless_flags(c: Config) -> list[tuple[tuple[str, ...], bool, str]]:
+    return [
+        (("sft_data",), c.stage not in ("sft", "all") or c.sft_steps == 0,
+         f"in --stage {c.stage} with --sft-steps {c.sft_steps} there is no SFT"),
+        (("train_levels",), c.stage in ("sft", "eval"),
+         f"--stage {c.stage} samples no training prompts"),
+        (("collect_prompts", "collect_keep"), c.stage != "collect",
+         f"it is for --stage collect, and this is {c.stage}"),
+        (("scratch_hidden_size", "scratch_layers", "scratch_heads"),
+         not made_from_scratch(c.model),  # of one that once was, they are the flags of that run
+         f"it is the shape of --model {SCRATCH}, and this is {c.model}"),
+        (("lora_alpha", "lora_targets"), c.lora_rank == 0, "there is no LoRA at --lora-rank 0"),
+        (("filter_lower", "filter_upper"), c.filter == "none", "it is a bound of --filter"),
+    ]  # fmt: skip
 
 
 def _group_problems(c: Config) -> list[tuple[bool, str]]:

@@ -6,6 +6,7 @@ Every process needs seconds to import torch, so most runs are forks of one serve
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -142,8 +143,12 @@ def test_a_run_leaves_everything_that_it_promises(whole):
         answers = (folder / "evaluations" / f"{name}.jsonl").read_text().splitlines()
         assert len(answers) == 4 == result["examples"]
         assert sum(json.loads(a)["correct"] for a in answers) == result["correct"]
-    for model in ("sft", "grpo/merged"):
-        assert "maze" in (folder / model / "README.md").read_text()
+    for model, stages in {"sft": ["start", "after_sft"], "grpo/merged": [*results]}.items():
+        card = (folder / model / "README.md").read_text()
+        assert "maze" in card and "learning_rate" in card
+        for stage in stages:
+            accuracy = results[stage]["accuracy"]
+            assert re.search(rf"{stage} / accuracy.*{accuracy}", card), card
     assert not [p for p in folder.rglob("*") if "partial" in p.name or "writing" in p.name]
 
 

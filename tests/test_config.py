@@ -233,6 +233,15 @@ def test_a_wrong_flag_or_value_is_named_with_what_would_be_right(argv, mentions)
         ("--delta 1.25 --epsilon-high 0.28", "1.28"),
         ("--kl-on-zero-std-groups", "--beta"),
         ("--completions-per-step 8 --num-generations 4 --prompts-per-step 3", "2 prompts"),
+        # given by hand, and without effect
+        ("--scratch-layers 3 --model m", "this is m"),
+        ("--lora-alpha 8", "--lora-rank 0"),  # of a fresh model
+        ("--lora-targets q_proj --model m --lora-rank 0", "--lora-rank 0"),
+        ("--filter-lower 0.2", "bound of --filter"),
+        ("--filter-upper 0.5 --filter none", "bound of --filter"),
+        ("--collect-keep first", "--stage collect"),
+        ("--sft-data f --stage grpo", "no SFT"),
+        ("--train-levels easy --stage sft", "no training prompts"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused_with_the_reason(argv, mentions):
@@ -249,10 +258,18 @@ def test_combinations_that_cannot_work_are_refused_with_the_reason(argv, mention
         "--delta 1.5 --epsilon-high 0.28",
         "--kl-on-zero-std-groups --beta 0.04",
         "--completions-per-step 8 --num-generations 4 --prompts-per-step 2",
+        "--lora-alpha 8 --model m",
+        "--filter-lower 0.2 --filter accuracy",
+        "--sft-data f --stage sft",
     ],
 )
 def test_the_same_combinations_are_allowed_where_they_can_work(argv):
     parse(argv.split())
+
+
+def test_the_flags_of_a_fresh_model_may_stay_where_its_export_goes_on(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(SCRATCH_TEMPLATE, newline="")
+    parse(["--scratch-layers", "3", "--model", str(tmp_path)])
 
 
 def test_a_config_made_in_python_is_checked_too():

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -572,3 +573,7 @@ def test_shaken_adapters_are_trained_from_where_they_are(directory):
     run, _ = run_steps(policy, letters_task(odd_reward), settings(beta=0.1))
     line = run.recorder.lines[0]
     assert line["kl"] > 0.01 and line["clip_ratio/low_mean"] == 0 == line["clip_ratio/high_mean"]
+
+
+def test_the_loop_can_be_read_in_one_sitting():
+    assert len(Path(grpo.loop.__file__).read_text("utf-8").splitlines()) < 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -319,6 +320,13 @@ def test_mazes_without_a_wrong_branch_have_no_reset_data():
     assert RESET not in make_example(maze, options).target.replace("\n", " ")
 
 
+def test_no_kind_of_case_is_forgotten():
+    """test_maze_rewards reads those of kind reward."""
+    assert {case["kind"] for case in CASES} == {
+        "encode", "prompt", "solve", "steps", "path", "reward"
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------
 # Which mazes
 
@@ -334,6 +342,10 @@ def test_the_bench_is_100_mazes_50_40_10_and_always_the_same():
     path = moves_text(solve(mazes[0]))
     assert (mazes[0].origin, mazes[0].target) == (8, 5)
     assert path == "<|up|><|left|><|left|><|left|><|down|>"
+    text = "\n\n".join(render(maze) for maze in mazes)
+    assert hashlib.sha256(text.encode()).hexdigest() == (
+        "f1f1c43578c206d12091d230554a90c80ebcd0229f29c3ddc4718165363778e3"
+    )
     halves = Counter(e.level for e in first[:50])
     assert halves["easy"] > 15 and halves["medium"] > 10, "the order is mixed"
 

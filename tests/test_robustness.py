@@ -774,6 +774,14 @@ def test_the_estimate_of_the_disk_is_near_what_is_written(finished):
     assert (disk_needed(config, tokens) - LOG_BYTES) / written == pytest.approx(1, abs=1 / 3)
 
 
+def test_a_run_that_the_disk_cannot_hold_ends_before_any_work(run):
+    run.monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=LOG_BYTES))
+    found = run()
+    assert found.status == 2 and "too little space" in found.text
+    assert len(found.text.splitlines()) == 1
+    assert not any(path.is_file() for path in run.folder.rglob("*"))
+
+
 def test_a_reward_that_is_not_of_this_task_is_named(run):
     found = run("--reward-weights", "corectness=2")
     assert found.status == 2 and "corectness" in found.text and "correctness" in found.text
