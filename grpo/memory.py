@@ -15,6 +15,9 @@ from grpo.config import Config
 
 LOGITS_COPIES = 3  # the chunk's logits, their log-softmax, and the gradient of one of them
 PROGRAM = 475_000_000  # Python, torch and transformers; on a GPU, its context
+# Of the activations, on a CPU: what passing tensors leave between those that are kept. With rows of
+# 128 to 4,096 tokens it is 0 to a third (benchmarks/scaling.py).
+HEAP_GAPS = 1 / 4
 # 4 bits a weight, a byte for the scale of each block of 64, a float32 for each 256 of those.
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 FP32 = 4
@@ -105,9 +108,12 @@ def estimate(shape: ModelShape, config: Config, compute_bytes: int) -> dict[str,
         "rollout: logits": 2 * config.rollout_rows * shape.vocab * FP32,
         "rollout: folded copy": folded if config.lora_rank == 0 else 0,
     }
+    activations = _activations(shape, config, compute_bytes)
     training = {
-        "training: activations": _activations(shape, config, compute_bytes),
+        "training: activations": activations,
+        "training: gradients of a layer": _layer_gradients(shape, config, compute_bytes),
         "training: logits": _logits_chunk(shape, config, compute_bytes),
+        "training: gaps in the heap": activations * HEAP_GAPS if config.device == "cpu" else 0,
     }
     beside = sum(reference.values()) if config.device == "cpu" else 0
     phases = (sum(rollout.values()), sum(reference.values()), sum(training.values()) + beside)
@@ -200,6 +206,13 @@ def _activations(shape: ModelShape, config: Config, compute_bytes: int) -> float
     else:
         a_token = shape.layers * layer
     return a_token * _micro_batch(config)
+
+
+def _layer_gradients(shape: ModelShape, config: Config, compute_bytes: int) -> int:
+    """Bytes that pass through the MLP's backward pass at its fullest, most of them six tensors of
+    the intermediate width; a layer's are gone before the next one's come."""
+    numbers = 6 * shape.intermediate + 2 * shape.hidden
+    return numbers * compute_bytes * _micro_batch(config)
 
 
 def _micro_batch(config: Config) -> int:

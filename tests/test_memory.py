@@ -1,7 +1,10 @@
 """The estimate of --dry-run, held against what models really have and keep."""
 
+import itertools
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import grpo.attention  # noqa: F401  registers the attention that the model is built with
@@ -22,11 +25,13 @@ QWEN_HALF_B = ModelShape(24, 896, 4864, 14, 2, 64, 151936, tied_embeddings=True)
 QWEN_ONE_AND_A_HALF_B = ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied_embeddings=False)
 
 
-def tiny_model(dtype=torch.float32, kind="llama"):
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
-        vocab_size=50, hidden_size=64, intermediate_size=192, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
-    )  # fmt: skip
+def tiny_model(dtype=torch.float32, kind="llama", **changes):
+    sizes = {
+        "vocab_size": 50, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**{**sizes, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="grpo").to(dtype)
 
 
@@ -83,6 +88,27 @@ def test_activations_are_what_autograd_keeps(dtype, size, rank, kind):
     config = Config(lora_rank=rank, tokens_per_micro_batch=tokens, **lengths)
     parts = estimate(model_shape(model.config), config, size)
     assert 0.95 <= parts["training: activations"] / measured <= 1.2
+
+
+def test_gradients_of_a_layer_are_what_the_backward_pass_adds():
+    """The most that is allocated at any moment of it, over what is there when it begins."""
+    model = tiny_model(
+        torch.bfloat16, hidden_size=192, intermediate_size=512,  # as wide as real ones, in parts
+        num_attention_heads=3, num_key_value_heads=1, head_dim=64,
+    )  # fmt: skip
+    run = fold(new_lora(model, 4, None, "all-linear").get_base_model()).hidden_states
+    batch = pack([Group(list(range(20)), [list(range(30))] * 8, list(range(8)))] * 2, "cpu")
+    hidden = run(batch.input_ids, batch.position_ids, batch.layout).sum()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        hidden.backward()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    most = max(itertools.accumulate(change for _, change in changes))
+    tokens = batch.input_ids.shape[1]
+    lengths = {"max_prompt_length": 20, "max_completion_length": 30}
+    config = Config(lora_rank=4, tokens_per_micro_batch=tokens, **lengths)
+    parts = estimate(model_shape(model.config), config, 2)
+    assert 0.7 <= parts["training: gradients of a layer"] / most <= 1.3
 
 
 def test_each_setting_moves_its_own_part():
