@@ -102,8 +102,15 @@ def load_task(config: Config, options) -> tuple[Task, list[str] | None]:
     task = module.load(options, config.seed, made_from_scratch(config.model))
     if config.sft_data and "sft" in trained_stages(config):
         task = replace(task, sft=read_sft_file(config.sft_data))
-    if config.train_levels is not None:
-        task = replace(task, train=of_levels(task.train, config.train_levels))
+    samples = "grpo" in trained_stages(config) or config.stage == "collect"
+    if config.train_levels is not None and samples:
+        chosen = of_levels(task.train, config.train_levels)
+        print(
+            f"note: of {len(task.train):,} training prompts the {len(chosen):,} of the levels "
+            f"{config.train_levels} are sampled (--train-levels)",
+            file=sys.stderr,
+        )
+        task = replace(task, train=chosen)
     weights = {**task.reward_weights, **config.weights_of_rewards()}
     weighted_sum({name: [] for name in task.reward_functions}, weights, 0)  # refuses unknown names
     check_filter(config, task, weights)
@@ -139,7 +146,7 @@ def of_levels(examples: Sequence[Example], levels: str) -> Chosen:
     for name in sorted(wanted - rows):
         raise UserError(
             f"--train-levels: no training example is of level '{name}'; there are: "
-            f"{', '.join(sorted(rows)) or 'none in this task'}"
+            f"{', '.join(sorted(rows)) or 'none in this task'}; --train-levels none takes all"
         )
     chosen = [places[level] for level in places if wanted.intersection(table_rows(level))]
     return Chosen(examples, sorted(place for some in chosen for place in some))

@@ -31,6 +31,7 @@ from data.word_problems import (
 )
 from grpo.config import Config, parse
 from grpo.errors import UserError
+from grpo.startup import load_task
 from rewards.gsm8k import normalise
 
 DATA, CASES = os.environ.get("GRPO_DATA"), os.environ.get("GRPO_CASES")
@@ -191,6 +192,20 @@ def test_the_a10_preset_has_the_source_s_settings():
     assert config.max_steps == SPLITS["train"].problems // config.prompts_per_step
 
 
+def test_a_small_model_samples_what_it_is_sometimes_right_about(small, capsys):
+    """A default, so it is told: an own file's longer problems would else be left in silence."""
+    config, options, _ = parse(["--task", "gsm8k", "--data-dir", str(small)])
+    with pytest.raises(UserError, match="there are: 1 step; --train-levels none takes all"):
+        load_task(config, options)
+    config.train_levels = "1 step"
+    task, _ = load_task(config, options)
+    told = f"of {len(task.train)} training prompts the {len(task.train)} of the levels 1 step are"
+    assert told in capsys.readouterr().err
+    config.train_levels, config.stage = "2 steps", "eval"  # nothing is sampled, so nothing is amiss
+    load_task(config, options)
+    assert capsys.readouterr().err == ""
+
+
 def test_defaults_name_real_settings():
     for name in ("gsm8k", "gsm_symbolic"):
         module = task_module(name)
@@ -310,7 +325,8 @@ def test_a_run_of_all_stages(small, saved_model, tmp_path, monkeypatch):
     )
     flags = f"""--task gsm8k --data-dir {small} --model {model} --output-dir {tmp_path / "run"}
         --device cpu --threads 1 --shots 1 --sft-steps 1 --sft-batch-size 2 --max-steps 1
-        --prompts-per-step 2 --num-generations 2 --max-completion-length 90 --lora-rank 2"""
+        --prompts-per-step 2 --num-generations 2 --max-completion-length 90 --lora-rank 2
+        --train-levels none --filter none"""
     assert train.main(flags.split()) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
