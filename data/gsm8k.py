@@ -16,8 +16,7 @@ from data.word_problems import SETTINGS, Problem, WordProblemOptions, make_task,
 from grpo.config import option
 from grpo.errors import UserError
 
-# What a model of 135M is sometimes right about: after SFT one sample in twenty of these problems.
-DEFAULTS = SETTINGS | {"cpu": SETTINGS["cpu"] | {"train_levels": "2 steps"}}
+DEFAULTS = SETTINGS
 
 
 @dataclass

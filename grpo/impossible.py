@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo.errors import UserError
-from grpo.flags import both_spellings
 from grpo.scratch import SCRATCH, made_from_scratch
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def refuse_flags(c: Config, flags: set[str]) -> None:
             )
     for names, useless, why in _useless_flags(c):
         if useless and (given := sorted(flags & set(names))):
-            shown = f"{both_spellings(given[0])}: '{getattr(c, given[0])}'"
+            shown = f"--{given[0].replace('_', '-')} {getattr(c, given[0])}"
             raise UserError(f"{shown} would change nothing: {why}; leave it out")
 
 

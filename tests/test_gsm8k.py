@@ -192,18 +192,17 @@ def test_the_a10_preset_has_the_source_s_settings():
     assert config.max_steps == SPLITS["train"].problems // config.prompts_per_step
 
 
-def test_a_small_model_samples_what_it_is_sometimes_right_about(small, capsys):
-    """A default, so it is told: an own file's longer problems would else be left in silence."""
-    config, options, _ = parse(["--task", "gsm8k", "--data-dir", str(small)])
+def test_the_levels_that_are_sampled_are_told_and_hold_where_something_is_sampled(small, capsys):
+    flags = ["--task", "gsm8k", "--data-dir", str(small), "--train-levels"]
+    config, options, _ = parse([*flags, "2 steps"])
     with pytest.raises(UserError, match="there are: 1 step; --train-levels none takes all"):
         load_task(config, options)
-    config.train_levels = "1 step"
-    task, _ = load_task(config, options)
+    config.stage = "eval"  # as when a run is resumed for its evaluation alone
+    load_task(config, options)
+    assert "levels" not in capsys.readouterr().err
+    task, _ = load_task(*parse([*flags, "1 step"])[:2])
     told = f"of {len(task.train)} training prompts the {len(task.train)} of the levels 1 step are"
     assert told in capsys.readouterr().err
-    config.train_levels, config.stage = "2 steps", "eval"  # nothing is sampled, so nothing is amiss
-    load_task(config, options)
-    assert capsys.readouterr().err == ""
 
 
 def test_defaults_name_real_settings():
@@ -326,7 +325,7 @@ def test_a_run_of_all_stages(small, saved_model, tmp_path, monkeypatch):
     flags = f"""--task gsm8k --data-dir {small} --model {model} --output-dir {tmp_path / "run"}
         --device cpu --threads 1 --shots 1 --sft-steps 1 --sft-batch-size 2 --max-steps 1
         --prompts-per-step 2 --num-generations 2 --max-completion-length 90 --lora-rank 2
-        --train-levels none --filter none"""
+        --filter none"""
     assert train.main(flags.split()) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
