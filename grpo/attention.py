@@ -6,7 +6,8 @@ carries a `layout`, a plain value that says which token may see which:
     PackedLayout   training and scoring: groups of (prompt, G completions), each prompt once
     PrefillLayout  the generator's prompts: a PackedLayout without completions that also stores
                    the keys and values it computes (grpo/cache.py)
-    DecodeLayout   one new token a row, over its group's prompt and its own earlier tokens (there)
+    DecodeLayout   one new token a row, over its group's prompt and its own earlier tokens
+                   (grpo/decode_layout.py)
 
 In all three, the prompt's keys and values are computed and kept once a group, and an opening that
 all prompts have in common, such as a long system prompt, once for all of them.

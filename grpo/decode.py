@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo.cache import DecodeLayout, KeyValueCache
+from grpo.cache import KeyValueCache
+from grpo.decode_layout import DecodeLayout
 from grpo.sampling import Sampling, draw_tokens
 
 
@@ -64,7 +65,7 @@ class DecodeStep:
         grid: tuple[int, int] | None,
     ):
         self.model, self.sampling, self.uniforms = model, sampling, uniforms
-        self.longest = cache.row_shape[1]
+        self.cache = cache
         self.rows = torch.tensor(rows, device=device)
         self.tokens = torch.tensor(tokens, device=device)
         self.lengths = torch.tensor(lengths, device=device)
@@ -84,13 +85,15 @@ class DecodeStep:
             uniforms = self.uniforms[self.rows, at]
         tokens, logprobs = draw_tokens(self.model.head(hidden[:, 0]), self.sampling, uniforms)
         self.tokens.copy_(tokens)
-        # A row that has ended before the host looks writes its last place over and over.
-        self.lengths.add_(1).clamp_(max=min(self.longest, width) - 1)
+        self.lengths.add_(1)
+        if not self.cache.growing:
+            # A row that has ended before the host looks writes its last place over and over.
+            self.lengths.clamp_(max=min(self.cache.row_length, width) - 1)
         return tokens, logprobs
 
     def _tensors(self) -> list[Tensor]:
         layout = self.layout
-        shared = [layout.grid, layout.prompt_of, layout.column, layout.shared_bias]
+        shared = [layout.into_grid, layout.out_of_grid, layout.prompt_bias]
         return [self.rows, self.tokens, self.lengths, self.starts, *shared]
 
     def load(self, other: DecodeStep):

@@ -98,7 +98,8 @@ class _Layer:
         rotated, value = together.split([self.heads + self.shared, self.shared], dim=2)
         if self.head_norm is not None:
             rotated = self.head_norm(rotated)
-        rotated = rotated * cos + rotated.roll(rotated.shape[-1] // 2, dims=-1) * sin
+        swapped = rotated.roll(rotated.shape[-1] // 2, dims=-1)
+        rotated = torch.addcmul(rotated * cos, swapped, sin)
         query, key = rotated.split([self.heads, self.shared], dim=2)
         out = layout.attend(
             index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), self.scaling

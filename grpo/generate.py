@@ -177,6 +177,7 @@ class _Decoding:
             logits = torch.stack([self.live[s].logits for s in slot])
             first = len(self.active)
             self.active += fresh
+            self.cache.blocks.add_rows(len(fresh))
             self.of_prompt += slot
             self.step = None
             uniforms = None if self.uniforms is None else self.uniforms[fresh, 0]
@@ -227,10 +228,10 @@ class _Decoding:
 
     def advance(self):
         """Some tokens for every active row; then look at them, and retire the finished rows."""
-        grown = max(len(self.completions[row].token_ids) for row in self.active)
-        needed = self._width(min(grown + self.pace.steps, self.max_new_tokens))
-        self.cache.widen_rows(needed)
-        width = needed if self.pace.bucketed else self.cache.row_width
+        grown = [len(self.completions[row].token_ids) + self.pace.steps for row in self.active]
+        needed = [min(tokens, self.max_new_tokens) for tokens in grown]
+        self.cache.make_room(needed, self.pace.width_bucket)
+        width = self._width(max(needed)) if self.pace.bucketed else self.cache.width
         if self.step is None:
             self.step = self._next_step()
         tokens, logprobs = [], []
@@ -291,9 +292,8 @@ class _Decoding:
         self.step = None
         slot = self.of_prompt[place]
         last = len(self.active) - 1
+        self.cache.free_row(place)
         if place != last:
-            length = len(self.completions[self.active[last]].token_ids)
-            self.cache.move_row(last, place, length)
             self.active[place], self.of_prompt[place] = self.active[last], self.of_prompt[last]
         self.active.pop()
         self.of_prompt.pop()

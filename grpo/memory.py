@@ -177,8 +177,14 @@ def _cache(shape: ModelShape, config: Config) -> int:
 
     In a rollout the prompt is held once a group. An evaluation is the worst case: every row has a
     prompt of its own, and there is room for twice as many prompts as rows (see grpo/generate.py).
+    A row's own tokens fill whole blocks on a CPU, whole buckets of a captured width on a GPU.
     """
-    tokens = config.rollout_rows * (2 * config.max_prompt_length + config.max_episode_length)
+    from grpo.cache import BLOCK  # imports torch, which --help can do without
+    from grpo.decode import ON_CUDA
+
+    unit = BLOCK if config.device == "cpu" else ON_CUDA.width_bucket
+    own = -(-config.max_episode_length // unit) * unit
+    tokens = config.rollout_rows * (2 * config.max_prompt_length + own)
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * tokens
 
 

@@ -1,12 +1,15 @@
 """Who sees whom: our attention against plain causal attention, one row at a time."""
 
+import random
+
 import pytest
 import torch
 from conftest import KINDS
 from tiny import ragged_prompts, tiny_policy
 
 from grpo.attention import PackedLayout, attention, length_mask, pad_index
-from grpo.cache import DecodeLayout, KeyValueCache, PrefillLayout
+from grpo.cache import Blocks, KeyValueCache, PrefillLayout
+from grpo.decode_layout import DecodeLayout
 
 H, K, D = 4, 2, 6  # heads, key-value heads, numbers a head
 CPU = torch.device("cpu")
@@ -148,21 +151,30 @@ def test_transformers_own_cache_and_padding_masks_are_refused():
         ([1, 6], [1, 0, 1, 0], [3, 2, 1, 0]),  # as retiring leaves them: in no order
     ],
 )
-def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, row_lengths):
-    """Own keys, prompt keys, holes in the grid and rows of different age, one token each."""
+@pytest.mark.parametrize("block", [64, 2, 1])
+def test_decode_is_the_last_row_of_plain_attention(
+    prompt_lengths, of_prompt, row_lengths, block, monkeypatch
+):
+    """Own keys in one block or several, prompt keys, holes in the grid and rows of different age,
+    one token each."""
+    monkeypatch.setattr("grpo.cache.BLOCK", block)
     prompts, rows = len(prompt_lengths), len(of_prompt)
     cache = KeyValueCache(1, prompts + 1, rows + 1, max(prompt_lengths) + 2, max(row_lengths) + 2)
     query, key, value = heads(sum(prompt_lengths))
     prefill = PrefillLayout(prompt_lengths, [], [], device=CPU, cache=cache, first_slot=0)
     attention(Layer, query, key, value, None, layout=prefill)
-    cache.widen_rows(max(row_lengths) + 1)
+    cache.blocks.add_rows(rows)
+    # Blocks of different rows in turn, as rows that grow together get them.
+    for length in range(max(row_lengths) + 1):
+        cache.make_room([min(n, length) + 1 for n in row_lengths])
     own = [heads(n + 1, seed=10 + row) for row, n in enumerate(row_lengths)]
-    for row, (_, own_key, own_value) in enumerate(own):
-        n = row_lengths[row]
-        cache.row[0][0, row, :, :n] = own_key[0, :, :n]
-        cache.row[0][1, row, :, :n] = own_value[0, :, :n]
+    for row, (_, *keys_and_values) in enumerate(own):
+        for which, numbers in enumerate(keys_and_values):
+            for n in range(row_lengths[row]):
+                at = cache.blocks.of_row[row][n // cache.block]
+                cache.own[0][which, at, :, n % cache.block] = numbers[0, :, n]
     layout = DecodeLayout(cache, prompt_lengths, of_prompt, torch.tensor(row_lengths))
-    layout.see(cache.row_width)
+    layout.see(cache.width)
     new = [torch.cat([x[i][:, :, -1:] for x in own]) for i in range(3)]  # [A, H or K, 1, D]
     out = attention(Layer, *new, None, layout=layout)[0]
     assert out.shape == (rows, 1, H, D)
@@ -174,23 +186,53 @@ def test_decode_is_the_last_row_of_plain_attention(prompt_lengths, of_prompt, ro
         # The scores are in float32 here, whatever the model's own type.
         assert torch.allclose(out[row, 0], plain(*whole)[-1], rtol=0, atol=1e-6)
     n = row_lengths[0]
-    assert torch.equal(cache.row[0][0, 0, :, n], own[0][1][0, :, n]), "the new key is kept"
+    kept = cache.own[0][0, cache.blocks.of_row[0][-1], :, n % cache.block]
+    assert torch.equal(kept, own[0][1][0, :, n]), "the new key is kept"
 
 
-def test_moving_rows_and_prompts_moves_their_keys():
-    cache = KeyValueCache(layers=2, prompts=3, rows=3, prompt_length=4, row_length=5)
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_in_use_are_the_first_ones_and_a_row_keeps_its_own(seed):
+    """Rows come, grow and end in any order; what was written to a row's blocks stays with it."""
+    rng, blocks = random.Random(seed), Blocks()
+    memory: dict[int, object] = {}  # of each block
+    rows: list[list[object]] = []  # what each row has written
+    for _ in range(200):
+        if rng.random() < 0.2 or not rows:
+            rows.append([])
+            blocks.add_rows(1)
+        elif rng.random() < 0.6:
+            row, more = rng.randrange(len(rows)), rng.randint(0, 2)
+            assert blocks.extend(row, len(rows[row]) + more) == more
+            for block in blocks.of_row[row][len(rows[row]) :]:
+                memory[block] = object()
+                rows[row].append(memory[block])
+        else:
+            row = rng.randrange(len(rows))
+            for source, target in blocks.release(row):
+                memory[target] = memory[source]
+            rows[row] = rows[-1]
+            rows.pop()
+        assert [[memory[b] for b in own] for own in blocks.of_row] == rows
+        assert sorted(sum(blocks.of_row, [])) == list(range(len(blocks.row_of)))
+        assert all(row == blocks.row_of[b] for row, own in enumerate(blocks.of_row) for b in own)
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_freeing_rows_and_moving_prompts_moves_their_keys(growing):
+    cache = KeyValueCache(2, 3, 3, prompt_length=4, row_length=5, growing=growing)
     for layer in range(2):
         cache.store_prompts(layer, slice(0, 3), torch.randn(3, 4, K, D), torch.randn(3, 4, K, D))
-    cache.widen_rows(5)
-    for layer in cache.row:
+    cache.blocks.add_rows(3)
+    cache.make_room([5, 3, 4])
+    for layer in cache.own:
         layer.normal_()
-    row, prompt, untouched = torch.stack(cache.row), cache.prompt.clone(), 1
-    cache.move_row(source=2, target=0, length=3)
+    own, prompt, untouched = torch.stack(cache.own), cache.prompt.clone(), 1
+    cache.free_row(0)
     cache.move_prompt(source=2, target=0)
-    moved = torch.stack(cache.row)
-    assert torch.equal(moved[:, :, 0, :, :3], row[:, :, 2, :, :3])
+    moved = torch.stack(cache.own)
+    assert torch.equal(moved[:, :, 0], own[:, :, 2]), "the last row has taken its place"
     assert torch.equal(cache.prompt[:, :, 0], prompt[:, :, 2])
-    assert torch.equal(moved[:, :, untouched], row[:, :, untouched])
+    assert torch.equal(moved[:, :, untouched], own[:, :, untouched])
     assert torch.equal(cache.prompt[:, :, untouched], prompt[:, :, untouched])
 
 
@@ -199,13 +241,29 @@ def test_a_cache_holds_numbers_wherever_it_is_read(growing):
     """0 x NaN is NaN: a place that no mask shows still enters the product."""
     cache = KeyValueCache(1, 2, 2, 4, 4, growing=growing)
     cache.store_prompts(0, slice(0, 1), torch.ones(1, 2, K, D), torch.ones(1, 2, K, D))
-    cache.row[0].fill_(torch.nan)  # as fresh memory may be
-    cache.widen_rows(2)
-    cache.row[0][..., :2, :] = 1.0
-    cache.widen_rows(3)
-    (row,) = cache.row
-    assert row[..., :2, :].eq(1).all() and row[..., 2, :].eq(0).all()
+    cache.own[0].fill_(torch.nan)  # as fresh memory may be
+    cache.blocks.add_rows(2)
+    cache.make_room([2, 1])
+    cache.own[0][..., :2, :] = 1.0
+    cache.make_room([3, 1])
+    (own,) = cache.own
+    assert own[..., :2, :].eq(1).all() and own[..., 2, :].eq(0).all()
     assert cache.prompt.isfinite().all()
+
+
+def test_a_growing_cache_has_memory_for_the_tokens_that_there_are(monkeypatch):
+    """Rows of 300 tokens beside short ones: what the short ones do not need is not there."""
+    monkeypatch.setattr("grpo.cache.BLOCK", 16)
+    cache = KeyValueCache(1, 1, 8, 4, row_length=320)
+    cache.store_prompts(0, slice(0, 1), torch.ones(1, 2, K, D), torch.ones(1, 2, K, D))
+    cache.blocks.add_rows(8)
+    for length in range(1, 301):
+        cache.make_room([length] + [min(length, 10)] * 7)
+    used = -(-300 // 16) + 7
+    assert len(cache.blocks.row_of) == used
+    assert cache.own[0].shape[1] <= used * 1.25, "and a quarter in reserve"
+    cache.make_room([320] * 8)
+    assert cache.own[0].shape[1] == 8 * 320 // 16, "never more than all rows can have"
 
 
 # ---- the pieces ----------------------------------------------------------------------------------

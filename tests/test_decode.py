@@ -34,7 +34,8 @@ def decode_once(policy, model, sampling, common):
     dim = config.hidden_size // config.num_attention_heads
     cache = KeyValueCache(policy.num_layers, 4, 4, 10, 256, common=common, growing=False)
     cache.allocate(torch.empty(1, heads, dim, dtype=policy.dtype, device=META))
-    cache.widen_rows(256)
+    cache.blocks.add_rows(3)
+    cache.make_room([256, 8, 8])
     step = DecodeStep(
         model=model,
         cache=cache,

@@ -15,6 +15,7 @@ from tiny import (
     tokens_of,
 )
 
+import grpo.cache
 import grpo.generate
 from grpo.decode import Pace
 from grpo.errors import UserError
@@ -170,11 +171,12 @@ def test_case_numerics_dropout():
 # ---- greedy: batched = alone = transformers ------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("stop, block", [*((stop, 64) for stop in STOPS), ("several", 5)])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_greedy_is_transformers_generate(kind, stop):
+def test_greedy_is_transformers_generate(kind, stop, block, monkeypatch):
     """Ragged prompts in one batch, with one stop id and with several (Qwen and Gemma have them)."""
+    monkeypatch.setattr(grpo.cache, "BLOCK", block)
     policy = tiny_policy(kind, STOPS[stop])
     theirs = build_model(kind, attention="eager")
     prompts = ragged_prompts(10, seed=1)
@@ -236,9 +238,12 @@ def simple_generate(policy, prompts, group, length, sampling, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_refilled_rows_are_those_of_a_sampler_without_a_batch(seed):
+@pytest.mark.parametrize("block", [64, 2, 1])
+def test_refilled_rows_are_those_of_a_sampler_without_a_batch(seed, block, monkeypatch):
     """Groups larger and smaller than the batch, rows that end at their first token, chunked
-    prefill: whatever is in flight beside it, a row's tokens and log-probs are its own."""
+    prefill, tokens in one block or several: whatever is in flight beside it, a row's tokens and
+    log-probs are its own."""
+    monkeypatch.setattr(grpo.cache, "BLOCK", block)
     rng = random.Random(seed)
     kind, stop = rng.choice(KINDS), STOPS[rng.choice(list(STOPS))]
     policy = tiny_policy(kind, stop, initializer_range=0.3)  # flatter: more kinds of rows
@@ -496,11 +501,13 @@ def count_calls(monkeypatch) -> list[tuple[tuple[int, int], torch.Tensor]]:
     return calls
 
 
-def test_what_memory_held_before_does_not_reach_the_answers():
+@pytest.mark.parametrize("block", [64, 4])
+def test_what_memory_held_before_does_not_reach_the_answers(block, monkeypatch):
     """The cache is not cleared as a whole; a masked NaN in it would spread, for 0 x NaN is NaN.
 
     Rows of different age: a young one is masked where it has not been, in a slot of a short one.
     """
+    monkeypatch.setattr(grpo.cache, "BLOCK", block)
     policy, prompts = tiny_policy("llama", STOPS["several"]), ragged_prompts(10, seed=1)
     clean = draw(policy, prompts, group=2, length=20, max_rows=5)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN

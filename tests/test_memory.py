@@ -8,7 +8,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import grpo.attention  # noqa: F401  registers the attention that the model is built with
+from grpo.cache import KeyValueCache
 from grpo.config import PRESETS, Config
+from grpo.decode import ON_CPU, ON_CUDA
 from grpo.folded import fold
 from grpo.lora import new_lora
 from grpo.memory import (
@@ -130,6 +132,25 @@ def test_each_setting_moves_its_own_part():
     keeps_all = parts()["training: activations"]
     assert parts(gradient_checkpointing=True)["training: activations"] < keeps_all / 5
     assert parts(quantize="nf4", lora_rank=8)["weights"] < parts()["weights"] / 2
+
+
+@pytest.mark.parametrize("device, length", [("cpu", 100), ("cpu", 129), ("cpu", 4096),
+                                            ("cuda", 100), ("cuda", 600)])  # fmt: skip
+def test_the_cache_of_full_rows_takes_what_the_estimate_says(device, length):
+    """Whole blocks and whole buckets: at 600 tokens a GPU's cache was counted a fifth too small."""
+    shape = ModelShape(2, 64, 192, 4, 2, 16, vocab=50, tied_embeddings=True)
+    rows, prompt = 6, 40
+    settings = {"device": device, "rollout_rows": rows, "max_prompt_length": prompt}
+    parts = estimate(shape, Config(**settings, max_completion_length=length), 4)
+    pace = ON_CPU if device == "cpu" else ON_CUDA
+    width = -(-length // pace.width_bucket) * pace.width_bucket
+    cache = KeyValueCache(2, 2 * rows, rows, prompt, width, growing=not pace.bucketed)
+    cache.allocate(torch.empty(1, shape.kv_heads, shape.head_dim))
+    cache.blocks.add_rows(rows)
+    for tokens in range(1, length + 1):
+        cache.make_room([tokens] * rows, pace.width_bucket)
+    taken = sum(x.numel() for x in [cache.prompt, *cache.own]) * 4
+    assert 0.8 * parts["rollout: key-value cache"] <= taken <= parts["rollout: key-value cache"]
 
 
 def test_the_total_is_the_worst_moment_and_not_the_sum():
