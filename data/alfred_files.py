@@ -19,6 +19,7 @@ from typing import Any
 from data.alfred_actions import ACTION_IDS
 from data.jsonl import read_jsonl, text_field
 from grpo.errors import UserError, exit_status
+from grpo.flags import FlagParser
 
 # How many trajectories each split has as published.
 SPLITS = {"train": 6574, "valid_seen": 251, "valid_unseen": 255}
@@ -295,6 +296,10 @@ def download(path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    FlagParser(
+        prog="python -m data.alfred_files",
+        description="Download ALFRED's archive and convert it to JSON Lines.",
+    ).parse_args(argv)
     fetch_and_convert()
     return 0
 

@@ -20,6 +20,7 @@ from typing import Any
 from data.jsonl import read_jsonl, text_field
 from data.word_problems import Problem
 from grpo.errors import UserError, exit_status
+from grpo.flags import FlagParser
 from rewards.gsm8k import GOLD_MARK, last_number, normalise
 
 REPOSITORY = "https://github.com/openai/grade-school-math"
@@ -174,6 +175,10 @@ def compare(split: Split, content: bytes, problems: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    FlagParser(
+        prog="python -m data.gsm8k_files",
+        description="Download both splits of gsm8k from GitHub, unless they are there.",
+    ).parse_args(argv)
     for published in SPLITS.values():
         print(f"{downloaded_file(published)}: {published.problems:,} problems")
     return 0

@@ -248,7 +248,9 @@ def _write(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = FlagParser(prog="data.maze_pictures", description="Draw one evaluated answer.")
+    parser = FlagParser(
+        prog="python -m data.maze_pictures", description="Draw one evaluated answer."
+    )
     parser.add_argument("answers", metavar="ANSWERS.jsonl", help="of a run's evaluations/")
     parser.add_argument("number", type=int, metavar="NUMBER", help="of the answer, from 0")
     parser.add_argument("picture", metavar="OUT.png", help="a .gif plays the steps back")

@@ -16,8 +16,7 @@ class DecodeLayout:
     """One new token for each of A active rows, again and again until the rows change.
 
     lengths: [A] on the device, the tokens that each row's own cache holds before a step; whoever
-    runs the step counts them up, having made room in the cache, and then calls `see(width)`, of as
-    many places of a block as there may be tokens in one.
+    runs the step counts them up, having made room in the cache, then calls `see(width)`.
     Nothing here waits for the device, and all shapes stay as they are from step to step as long as
     the width and the blocks do: a step can be captured in a CUDA graph.
 
@@ -63,12 +62,13 @@ class DecodeLayout:
         self.revision = None  # of the cache's blocks, as `see` has found them
 
     def see(self, width: int):
-        """Look at the first `width` places of the rows' blocks; those not written are hidden."""
+        """Find where the new tokens go. Of every block the first `width` places are looked at, so
+        many as a row may have by now; those not written are hidden."""
         self.width = width
         if self.revision != self.cache.revision:
             self._find_blocks()
             self.revision = self.cache.revision
-        nth = self.lengths // self.cache.block  # [A] of a row's blocks, the one to write to
+        nth = self.lengths // self.cache.block  # [A] which of its blocks each row writes to
         written = self.blocks_of_row.gather(1, nth[:, None]) * self.cache.heads + self.heads
         places_in_memory = self.cache.own[0].shape[3]
         place = self.lengths - nth * self.cache.block
@@ -79,8 +79,8 @@ class DecodeLayout:
         self.own_bias = bias.view(len(hidden), 1, 1, self.most, width)
 
     def _find_blocks(self):
-        """Which blocks each row has, and how to come from rows to blocks and back where these are
-        not the same."""
+        """Which blocks each row has and, unless block i is all of row i, where each block finds its
+        row and each row its blocks, a head at a time."""
         blocks, heads, device = self.cache.blocks, self.cache.heads, self.lengths.device
         self.most, self.count = 1, len(self.lengths)  # blocks of a row, blocks in use
         self.blocks_of_row = torch.arange(self.count, device=device)[:, None]  # [A, most]
@@ -97,11 +97,11 @@ class DecodeLayout:
         self.blocks_of_row, nth, row_of = (
             torch.tensor(x, device=device) for x in (padded, nth, blocks.row_of)
         )
-        a_head = self.heads[:, None]
-        self.of_rows = (self.blocks_of_row[:, None] * heads + a_head).flatten()  # [A K most]
-        of_blocks = row_of[:, None] * heads + self.heads  # [N, K] places in [A, K]
-        self.of_blocks = of_blocks.flatten()
-        self.of_weights = (of_blocks * self.most + nth[:, None]).flatten()  # places in [A, K, most]
+        of_rows = self.blocks_of_row[:, None] * heads + self.heads[:, None]  # [A, K, most]
+        self.of_rows = of_rows.flatten()  # [A K most]: in N K
+        of_blocks = row_of[:, None] * heads + self.heads  # [N, K]
+        self.of_blocks = of_blocks.flatten()  # [N K]: in A K
+        self.of_weights = (of_blocks * self.most + nth[:, None]).flatten()  # [N K]: in A K most
 
     def attend(self, layer, query, key, value, scaling):
         """query [A, H, 1, D], key and value [A, K, 1, D] → [A, 1, H, D]."""

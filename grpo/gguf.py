@@ -7,7 +7,6 @@ other: config.json, model.safetensors, generation_config.json, the tokenizer and
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from transformers import (
 
 from grpo.aside import written_aside
 from grpo.errors import UserError, exit_status
+from grpo.flags import FlagParser
 from grpo.tokenizer import find_stop_token_ids
 
 MAGIC = b"GGUF"
@@ -38,18 +38,18 @@ DIGITS_ALONE = {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smo
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 when done, 2 for a mistake of the user's, 130 when stopped by a signal."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m grpo.gguf",
         description="Convert a GGUF file into a directory for --model, about half a minute.",
     )
     parser.add_argument("file", metavar="FILE.gguf", type=Path)
     parser.add_argument("directory", metavar="DIR", type=Path, help="new, or empty")
-    given = parser.parse_args(argv)
     # The slow part has a bar of its own; what else they say is for other uses of the file.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    def work(_) -> int:
+    def work(argv: Sequence[str]) -> int:
+        given = parser.parse_args(argv)
         print(convert(given.file, given.directory))
         return 0
 

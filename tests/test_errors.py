@@ -1,13 +1,16 @@
 """How a command ends."""
 
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from grpo.errors import UserError, exit_status
 
+ROOT = Path(__file__).parent.parent
 LOUD = "import sys; from grpo.errors import exit_status; sys.exit(exit_status({}, []))"
 PRINTING = LOUD.format("lambda argv: print('x' * 200_000) or 0")
 
@@ -44,3 +47,24 @@ def test_a_mistake_is_one_line_and_ctrl_c_says_how_to_go_on(capsys):
     assert exit_status(interrupted, [], "go on so") == 130
     assert exit_status(interrupted, []) == 130
     assert capsys.readouterr().err == "error: no such file\n\ngo on so\n"
+
+
+PROGRAMS = ["grpo.gguf", "grpo.compare", "grpo.report", "data.teacher", "data.maze_pictures",
+            "data.gsm8k_files", "data.alfred_files"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_a_help_and_gsm8k_files_once_began_to_download(name):
+    done = subprocess.run(
+        [sys.executable, "-m", name, "--help"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ") and name in done.stdout
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_flag_that_no_program_has_is_one_line(name, capsys):
+    module = importlib.import_module(name)
+    work = next(getattr(module, w) for w in ("main", "compare", "report") if hasattr(module, w))
+    assert exit_status(work, ["--no-such-flag"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
