@@ -99,7 +99,7 @@ class KeyValueCache:
         # Places of a block. A row of two costs more small operations than reading less saves.
         self.block = BLOCK if growing and row_length > 2 * BLOCK else row_length
         self.blocks = Blocks()
-        self.revision = 0  # counts the changes of `blocks`
+        self.revision = 0  # counts the changes of `blocks` and of the memory
 
     def allocate(self, like: Tensor):
         """like: any [.., K, D] of the keys' dtype and device."""
@@ -150,6 +150,7 @@ class KeyValueCache:
             self.own[layer] = old.new_zeros(2, count, self.heads, width, old.shape[-1])
             self.own[layer][:, :old_count, :, :old_width] = old
         self.width = width
+        self.revision += 1
 
     def free_row(self, row: int):
         """Its places are free; the last row takes its number."""

@@ -5,11 +5,27 @@ Letters in the shapes: as in grpo/cache.py; G = H / K, F rows of the fullest pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from grpo.attention import length_mask
 from grpo.cache import KeyValueCache
+
+
+@dataclass(frozen=True)
+class _Views:
+    """One layer of the cache as the products want it; keys are transposed."""
+
+    new_key: Tensor  # [.., D] every place of every block
+    new_value: Tensor
+    own_key: Tensor  # [N K, D, B]
+    own_value: Tensor  # [N K, B, D]
+    prompt_key: Tensor  # [P K, D, L]
+    prompt_value: Tensor
+    opening_key: Tensor  # [K, D, S]
+    opening_value: Tensor
 
 
 class DecodeLayout:
@@ -59,15 +75,15 @@ class DecodeLayout:
         visible = length_mask(prompt_lengths, self.prompt_width, device)[of_prompt]
         bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf)
         self.prompt_bias = bias[:, None, None]  # [A, 1, 1, L]
-        self.revision = None  # of the cache's blocks, as `see` has found them
+        self.seen = None  # the cache's revision and the width that blocks and views are for
 
     def see(self, width: int):
         """Find where the new tokens go. Of every block the first `width` places are looked at, so
         many as a row may have by now; those not written are hidden."""
-        self.width = width
-        if self.revision != self.cache.revision:
+        if self.seen != (self.cache.revision, width):
+            self.width, self.seen = width, (self.cache.revision, width)
             self._find_blocks()
-            self.revision = self.cache.revision
+            self.views = [self._views_of(layer) for layer in range(self.cache.layers)]
         nth = self.lengths // self.cache.block  # [A] which of its blocks each row writes to
         written = self.blocks_of_row.gather(1, nth[:, None]) * self.cache.heads + self.heads
         places_in_memory = self.cache.own[0].shape[3]
@@ -103,18 +119,31 @@ class DecodeLayout:
         self.of_blocks = of_blocks.flatten()  # [N K]: in A K
         self.of_weights = (of_blocks * self.most + nth[:, None]).flatten()  # [N K]: in A K most
 
+    def _views_of(self, layer: int) -> _Views:
+        """Made once and not at every step: slicing costs as much as a small operation."""
+        own, dim = self.cache.own[layer], self.cache.own[layer].shape[-1]
+        own_key, own_value = own[:, : self.count, :, : self.width].flatten(1, 2)
+        prompt_key, prompt_value = self.cache.prompt[layer, :, : self.grid[0]].flatten(1, 2)
+        opening_key, opening_value = self.cache.common[layer]
+        return _Views(
+            new_key=own[0].view(-1, dim),
+            new_value=own[1].view(-1, dim),
+            own_key=own_key.mT,
+            own_value=own_value,
+            prompt_key=prompt_key.mT,
+            prompt_value=prompt_value,
+            opening_key=opening_key.mT,
+            opening_value=opening_value,
+        )
+
     def attend(self, layer, query, key, value, scaling):
         """query [A, H, 1, D], key and value [A, K, 1, D] → [A, 1, H, D]."""
         rows, heads, _, dim = query.shape
         shared = key.shape[1]  # K
         group = heads // shared  # G
-        own = self.cache.own[layer]  # [2, blocks, K, B, D]
-        own[0].view(-1, dim).index_copy_(0, self.write_at, key.reshape(-1, dim))
-        own[1].view(-1, dim).index_copy_(0, self.write_at, value.reshape(-1, dim))
-        own_key, own_value = own[:, : self.count, :, : self.width].flatten(1, 2)  # [N K, B, D]
-        prompts, _ = self.grid
-        prompt_key, prompt_value = self.cache.prompt[layer, :, :prompts].flatten(1, 2)
-        opening_key, opening_value = self.cache.common[layer]  # [K, S, D]
+        views = self.views[layer]
+        views.new_key.index_copy_(0, self.write_at, key.reshape(-1, dim))
+        views.new_value.index_copy_(0, self.write_at, value.reshape(-1, dim))
         opening, own_at = self.cache.common_length, self.cache.common_length + self.prompt_width
 
         query = query.reshape(rows * shared, group * dim)
@@ -122,13 +151,13 @@ class DecodeLayout:
         score = torch.empty(shape, device=query.device)  # float32
         if opening:
             everyone = query.view(rows, shared, group, dim).transpose(0, 1)
-            scored = torch.bmm(everyone.reshape(shared, -1, dim), opening_key.mT)
+            scored = torch.bmm(everyone.reshape(shared, -1, dim), views.opening_key)
             scored = scored.view(shared, rows, group, -1).transpose(0, 1)
             torch.mul(scored, scaling, out=score[..., :opening])
-        scored = torch.bmm(self._to_grid(query, group), prompt_key.mT)  # [P K, F G, L]
+        scored = torch.bmm(self._to_grid(query, group), views.prompt_key)  # [P K, F G, L]
         scored = self._from_grid(scored).view(rows, shared, group, -1)
         torch.add(self.prompt_bias, scored, alpha=scaling, out=score[..., opening:own_at])
-        scored = torch.bmm(self._to_blocks(query, group), own_key.mT)  # [N K, G, B]
+        scored = torch.bmm(self._to_blocks(query, group), views.own_key)  # [N K, G, B]
         if self.of_rows is not None:
             scored = scored.view(len(scored), -1).index_select(0, self.of_rows)
         scored = scored.view(rows, shared, -1, group, self.width).transpose(2, 3)
@@ -140,13 +169,14 @@ class DecodeLayout:
         own_weight = own_weight.reshape(-1, group * self.width)  # [A K most, G B]
         if self.of_weights is not None:
             own_weight = own_weight.index_select(0, self.of_weights)
-        out = self._sum_of_blocks(torch.bmm(own_weight.view(-1, group, self.width), own_value))
+        parts = torch.bmm(own_weight.view(-1, group, self.width), views.own_value)
+        out = self._sum_of_blocks(parts)
         together = weight[..., opening:own_at].reshape(rows * shared, -1)
-        out += self._from_grid(torch.bmm(self._to_grid(together, group), prompt_value))
+        out += self._from_grid(torch.bmm(self._to_grid(together, group), views.prompt_value))
         out = out.view(rows, shared, group, dim)
         if opening:
             everyone = weight[..., :opening].transpose(0, 1).reshape(shared, rows * group, -1)
-            summed = torch.bmm(everyone, opening_value).view(shared, rows, group, dim)
+            summed = torch.bmm(everyone, views.opening_value).view(shared, rows, group, dim)
             out += summed.transpose(0, 1)
         return out.view(rows, 1, heads, dim)
 
